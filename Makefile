@@ -1,0 +1,63 @@
+# From a bare clone, with python3 (3.10 or later): `make demo`, `make test`.
+
+PYTHON ?= python3
+RAY_VERSION ?= 2.60.0
+PYTEST_ARGS ?=
+
+VENV := .venv
+STAMP := $(VENV)/.stamp
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint bench venv packages clean FORCE
+
+help:
+	@echo "make demo    start two Ray nodes on this computer, run examples/hello_ray.py, release them"
+	@echo "make test    run the tests (PYTEST_ARGS=\"tests/unit -q\" for some of them)"
+	@echo "make lint    ruff and mypy"
+	@echo "make bench   run the benchmarks"
+	@echo "make venv    only make .venv (RAY_VERSION=$(RAY_VERSION))"
+	@echo "make clean   remove .venv and caches"
+
+demo: $(STAMP)
+	$(VENV)/bin/heliostat run --nodes 2 examples/hello_ray.py
+
+test: $(STAMP) packages
+	$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+
+lint: $(STAMP)
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/mypy
+
+bench: $(STAMP)
+	$(VENV)/bin/python -m benchmarks
+
+venv: $(STAMP)
+
+# Another RAY_VERSION than the one that is installed makes the environment anew.
+ifneq ($(shell cat $(STAMP) 2>/dev/null),$(RAY_VERSION))
+$(STAMP): FORCE
+endif
+
+# Debian splits ensurepip from python3 into python3-venv.
+# -qq: pip's warnings about package indexes are noise here; its errors still show.
+# --compile: Ray starts several Python processes a node, and each would compile Ray anew without bytecode.
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+		|| { echo "error: $(PYTHON) is older than Python 3.10; name another with PYTHON=" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || sh tests/apt.sh python3-venv
+	@rm -f $(STAMP)
+	@$(VENV)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
+	@echo "installing Ray $(RAY_VERSION) and the development tools into $(VENV) (about 500 MB, a minute or two) ..."
+	@$(VENV)/bin/python -m pip install -qq --compile --disable-pip-version-check \
+		-e '.[dev]' 'ray[default]==$(RAY_VERSION)'
+	@echo $(RAY_VERSION) > $(STAMP)
+
+packages:
+	@sh tests/apt.sh $$(grep -v '^#' tests/apt.txt)
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
+
+FORCE:

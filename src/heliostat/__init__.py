@@ -1,0 +1,27 @@
+"""Heliostat starts a Ray cluster on the machines you have, runs your work on it, and gives the machines back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from heliostat._version import __version__
+from heliostat.errors import HeliostatError
+
+if TYPE_CHECKING:
+    from heliostat.api import Cluster, Job, connect, up
+    from heliostat.spec import ClusterSpec
+
+__all__ = ["Cluster", "ClusterSpec", "HeliostatError", "Job", "__version__", "connect", "up"]
+
+
+def __getattr__(name: str) -> Any:
+    # `import heliostat` costs nothing until something is used
+    if name in ("Cluster", "Job", "connect", "up"):
+        from heliostat import api
+
+        return getattr(api, name)
+    if name == "ClusterSpec":
+        from heliostat.spec import ClusterSpec
+
+        return ClusterSpec
+    raise AttributeError(f"module 'heliostat' has no attribute {name!r}")

@@ -1,0 +1,47 @@
+"""Files that others read while we write: each is written under another name and renamed."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any, Dict, Optional
+
+
+def write(path: str, text: str) -> None:
+    """The file appears whole or not at all; only its owner may read it."""
+    temporary = "%s.%d.tmp" % (path, os.getpid())
+    try:
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as stream:
+            stream.write(text)
+        os.replace(temporary, path)
+    except OSError:
+        try:
+            os.unlink(temporary)
+        except OSError:
+            pass
+        raise
+
+
+def write_json(path: str, value: Any) -> None:
+    write(path, json.dumps(value, indent=1, sort_keys=True) + "\n")
+
+
+def read_json(path: str) -> Optional[Dict[str, Any]]:
+    """The object in the file; None while it is not there, or is not whole yet (a slow shared folder)."""
+    try:
+        with open(path) as stream:
+            value = json.load(stream)
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def tail(path: str, limit: int = 4096) -> str:
+    """The last `limit` bytes of a text file, or nothing."""
+    try:
+        with open(path, "rb") as stream:
+            stream.seek(0, os.SEEK_END)
+            stream.seek(max(0, stream.tell() - limit))
+            return stream.read().decode("utf-8", "replace")
+    except OSError:
+        return ""

@@ -1,0 +1,147 @@
+"""How the agents of one cluster speak: the head's agent listens, the others keep one connection to it.
+
+One JSON object a line. Both sides prove that they know the cluster's secret by an HMAC over the other's random
+challenge; the secret itself never travels. Workers say what state they are in and that they live; the head says `stop`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import json
+import secrets
+from typing import Any, Awaitable, Callable, Dict, Optional
+
+BEAT_S = 5.0
+SILENT_S = 30.0  # so long without a word, and a node is lost
+Message = Dict[str, Any]
+
+
+def proof(secret: str, side: str, challenge: str, name: str) -> str:
+    return hmac.new(secret.encode(), ("%s %s %s" % (side, challenge, name)).encode(), hashlib.sha256).hexdigest()
+
+
+async def receive(reader: asyncio.StreamReader, timeout: float) -> Message:
+    line = await asyncio.wait_for(reader.readline(), timeout)
+    if not line:
+        raise ConnectionError("closed")
+    message = json.loads(line)
+    if not isinstance(message, dict):
+        raise ValueError("not an object")
+    return message
+
+
+def send(writer: asyncio.StreamWriter, message: Message) -> None:
+    writer.write(json.dumps(message).encode() + b"\n")
+
+
+class Hub:
+    """The head's side. `on_message(node, message)` is called for each word of a worker, `on_lost(node)` when it is
+    silent or its connection is gone."""
+
+    def __init__(self, secret: str, on_message: Callable[[str, Message], None], on_lost: Callable[[str], None]):
+        self.secret, self.on_message, self.on_lost = secret, on_message, on_lost
+        self.writers: Dict[str, asyncio.StreamWriter] = {}
+        self.server: Optional[asyncio.AbstractServer] = None
+
+    async def start(self, host: str, port: int) -> None:
+        self.server = await asyncio.start_server(self._serve, host, port, limit=1 << 16, backlog=1024)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        node = None
+        try:
+            challenge = secrets.token_hex(16)
+            send(writer, {"challenge": challenge})
+            hello = await receive(reader, 10)
+            name = str(hello.get("node"))
+            if not hmac.compare_digest(str(hello.get("proof")), proof(self.secret, "worker", challenge, name)):
+                return
+            send(writer, {"proof": proof(self.secret, "head", str(hello.get("challenge")), name)})
+            old = self.writers.pop(name, None)
+            if old:
+                old.close()
+            node, self.writers[name] = name, writer
+            while True:
+                self.on_message(name, await receive(reader, SILENT_S))
+                send(writer, {})  # so that a worker knows that its head lives
+        except (OSError, ValueError, asyncio.TimeoutError, asyncio.LimitOverrunError, asyncio.CancelledError):
+            pass
+        finally:
+            writer.close()
+            if node is not None and self.writers.get(node) is writer:
+                del self.writers[node]
+                self.on_lost(node)
+
+    def tell(self, message: Message, node: Optional[str] = None) -> None:
+        for name, writer in list(self.writers.items()):
+            if node in (None, name):
+                send(writer, message)
+
+    async def close(self, seconds: float) -> None:
+        """Waits until every worker has hung up, for so long at most."""
+        end = asyncio.get_running_loop().time() + seconds
+        while self.writers and asyncio.get_running_loop().time() < end:
+            await asyncio.sleep(0.02)
+        if self.server:
+            self.server.close()
+
+
+class Link:
+    """A worker's side: keeps one connection to the hub, comes back when it breaks.
+
+    `find()` gives the hub's (host, port), or None while nobody knows it. `status()` is what we say of ourselves."""
+
+    def __init__(
+        self,
+        secret: str,
+        node: str,
+        find: Callable[[], Optional[Message]],
+        status: Callable[[], Message],
+        on_message: Callable[[Message], Awaitable[None]],
+    ):
+        self.secret, self.node, self.find, self.status, self.on_message = secret, node, find, status, on_message
+        self.writer: Optional[asyncio.StreamWriter] = None
+        self.heard = asyncio.get_running_loop().time()  # when the head was last there
+
+    def say(self) -> None:
+        if self.writer is not None:
+            send(self.writer, self.status())
+
+    async def run(self) -> None:
+        while True:
+            try:
+                await self._talk()
+            except (OSError, ValueError, asyncio.TimeoutError, asyncio.LimitOverrunError):
+                pass
+            self.writer = None
+            await asyncio.sleep(0.25)
+
+    async def _talk(self) -> None:
+        head = self.find()
+        if head is None:
+            return
+        reader, writer = await asyncio.wait_for(asyncio.open_connection(head["ip"], head["hub"]), 5)
+        beats = None
+        try:
+            mine = secrets.token_hex(16)
+            challenge = str((await receive(reader, 10)).get("challenge"))
+            answer = proof(self.secret, "worker", challenge, self.node)
+            send(writer, {"node": self.node, "proof": answer, "challenge": mine})
+            theirs = str((await receive(reader, 10)).get("proof"))
+            if not hmac.compare_digest(theirs, proof(self.secret, "head", mine, self.node)):
+                raise ConnectionError("another cluster answers there")
+            self.writer = writer
+            beats = asyncio.ensure_future(self._beat())
+            while True:
+                self.heard = asyncio.get_running_loop().time()
+                await self.on_message(await receive(reader, SILENT_S))
+        finally:
+            if beats:
+                beats.cancel()
+            writer.close()
+
+    async def _beat(self) -> None:
+        while True:
+            self.say()
+            await asyncio.sleep(BEAT_S)

@@ -1,0 +1,75 @@
+"""Is anybody using the cluster? Submitted jobs, connected drivers and the actors of jobs count; Ray's own do not."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from typing import Any, Dict, Optional, Tuple
+
+from .raynode import http_get
+
+_ACTORS = "/api/v0/actors?filter_keys=state&filter_predicates=%3D&filter_values=ALIVE&limit=1000"
+_OWN = "SUPERVISOR_ACTOR_RAY_NAMESPACE"  # the actor that runs a submitted job, which is counted as a job
+
+
+async def activity(port: int, token: str) -> Optional[str]:
+    """What is going on, in a few words; None: nothing. Raises OSError when Ray's dashboard does not answer."""
+
+    async def ask(path: str) -> Any:
+        status, body = await http_get("127.0.0.1", port, path, token, timeout=30)
+        if status != 200:
+            raise OSError("%s answers %d" % (path, status))
+        try:
+            return json.loads(body)
+        except ValueError:
+            raise OSError("%s answers no JSON" % path) from None
+
+    for job in await ask("/api/jobs/"):
+        if job.get("status") in ("PENDING", "RUNNING"):
+            return "job %s" % (job.get("submission_id") or job.get("job_id"))
+    driver = (await ask("/api/component_activities")).get("driver") or {}
+    if driver.get("is_active") == "ACTIVE":
+        return "a driver is connected"
+    for actor in (await ask(_ACTORS))["data"]["result"]["result"]:
+        namespace = str(actor.get("ray_namespace") or "")
+        if namespace != _OWN and not namespace.startswith("_"):
+            return "actor %s" % actor.get("class_name")
+    return None
+
+
+class IdleClock:
+    """How long nothing has happened. Touching the `keepalive` file of the cluster's folder counts as something."""
+
+    def __init__(self, idle: Dict[str, Any], keepalive: str) -> None:
+        self.timeout: Optional[float] = idle.get("timeout_s")
+        self.window: Optional[Tuple[int, int]] = tuple(idle["window"]) if idle.get("window") else None  # type: ignore
+        self.keepalive, self._touched = keepalive, self._stamp(keepalive)
+        self.since = time.monotonic()
+        # six looks a timeout are enough; without one, somebody may still ask `status` how long it has been quiet
+        self.every_s = min(15.0, max(0.5, self.timeout / 6)) if self.timeout else 30.0
+
+    @staticmethod
+    def _stamp(path: str) -> Optional[int]:
+        try:
+            return os.stat(path).st_mtime_ns
+        except OSError:
+            return None
+
+    def note(self, active: bool) -> None:
+        touched = self._stamp(self.keepalive)
+        # only whether it changed: the clock of a file server is not ours
+        if active or touched != self._touched:
+            self.since, self._touched = time.monotonic(), touched
+
+    def seconds(self) -> float:
+        return time.monotonic() - self.since
+
+    def is_over(self) -> bool:
+        if self.timeout is None or self.seconds() < self.timeout:
+            return False
+        if self.window is None:
+            return True
+        now = time.localtime()
+        minute, (start, end) = now.tm_hour * 60 + now.tm_min, self.window
+        return start <= minute < end if start < end else minute >= start or minute < end

@@ -1,0 +1,150 @@
+"""What the agent answers to: `probe`, `node`, `stop`. JSON in on standard input, one JSON answer out on every path."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from typing import Any, Callable, Dict, List
+
+from . import files, processes
+
+Json = Dict[str, Any]
+LONGEST_TEMP = 40  # Ray's sockets lie below it, and AF_UNIX paths end at 107 bytes
+
+
+def do_probe(_: Json) -> Json:
+    from . import probe
+
+    return {"ok": True, **probe.probe()}
+
+
+def private_folder() -> str:
+    """A new folder of ours alone on a local disk, with a path that is short enough for Ray's sockets."""
+    for parent in (tempfile.gettempdir(), "/tmp"):
+        if len(os.fsencode(parent)) + len("/hs-12345678") <= LONGEST_TEMP:
+            try:
+                return tempfile.mkdtemp(prefix="hs-", dir=parent)
+            except OSError:
+                continue
+    raise OSError("no folder for temporary files with a path of under %d bytes is writable" % (LONGEST_TEMP - 12))
+
+
+def do_node(config: Json) -> Json:
+    """Runs a node to its end. This process only keeps: the node's life is a child, and when that ends, however it
+    ends, the keeper ends every process that is left of it and removes its folder."""
+    os.umask(0o077)
+    os.environ[processes.MARK] = config["mark"]
+    temp = private_folder()
+    keeper = os.getpid()
+    processes.adopt_orphans()
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reader)
+        _be_the_agent(config, temp, keeper, writer)
+    os.close(writer)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda number, _: processes.send([child], number))
+    status = _wait_for(child)
+    with os.fdopen(reader, "rb") as stream:
+        said = stream.read()
+    left = processes.end_all(processes.children(keeper), config["mark"])
+    shutil.rmtree(temp, ignore_errors=True)
+    if said:
+        answer: Json = json.loads(said)
+    else:
+        answer = {"ok": False, "node": config["node"], "exit_code": 1, "state": "FAILED",
+                  "reason": "its agent was killed (signal %d)" % (status & 127)}  # fmt: skip
+        _mourn(config, answer["reason"])
+    if left:
+        answer.update(ok=False, left=left)
+    return answer
+
+
+def _be_the_agent(config: Json, temp: str, keeper: int, writer: int) -> None:
+    processes.die_with_parent()
+    if os.getppid() != keeper:
+        os._exit(1)
+    try:
+        from .head import Head
+        from .node import Worker, serve
+
+        answer = serve(config, temp, Head if config["role"] == "head" else Worker)
+    except BaseException as error:
+        traceback.print_exc()
+        answer = {"ok": False, "node": config["node"], "exit_code": 1, "state": "FAILED", "reason": repr(error)}
+        _mourn(config, answer["reason"])
+    os.write(writer, json.dumps(answer).encode())
+    os._exit(0)
+
+
+def _wait_for(child: int) -> int:
+    """The wait status of this child; whatever else we adopted is reaped on the way."""
+    while True:
+        pid, status = os.wait()
+        if pid == child:
+            return status
+
+
+def _mourn(config: Json, reason: str) -> None:
+    """The agent could not write its own last words."""
+    words = {"state": "FAILED", "reason": reason, "since": time.time()}
+    try:
+        path = os.path.join(config["folder"], "nodes", config["node"] + ".json")
+        files.write_json(path, {**(files.read_json(path) or {"node": config["node"]}), **words})
+        if config["role"] == "head":
+            path = os.path.join(config["folder"], "state.json")
+            state = files.read_json(path) or {"schema": 1, "nodes": {}, "job": None}
+            state["nodes"].setdefault(config["node"], {}).update(words)
+            state["ended"] = {"at": time.time(), "reason": reason, "exit_code": 1}
+            if state["job"] and state["job"].get("exit_code") is None:
+                state["job"].update(status="FAILED", ended=time.time())
+            files.write_json(path, state)
+    except OSError:
+        pass
+
+
+def do_stop(request: Json) -> Json:
+    """Ends the nodes named by {"pid", "start", "mark", "temp"}; verifies. `now`: no last will. Idempotent."""
+    deadline = time.monotonic() + float(request.get("seconds", 60))
+    nodes: List[Json] = request["nodes"]
+    living = [n for n in nodes if processes.alive(n["pid"], n.get("start"))]
+    processes.send([n["pid"] for n in living], signal.SIGTERM)
+    while living and time.monotonic() < deadline and not request.get("now"):
+        time.sleep(0.05)
+        living = [n for n in living if processes.alive(n["pid"], n.get("start"))]
+    left: List[int] = []
+    for node in nodes:
+        roots = [node["pid"]] if processes.alive(node["pid"], node.get("start")) else []
+        left += processes.end_all(roots, node["mark"])
+        temp = node.get("temp") or ""
+        # only a folder that an agent made: its name says so, and it is ours
+        if os.path.basename(temp).startswith("hs-") and os.path.isdir(temp) and os.stat(temp).st_uid == os.getuid():
+            shutil.rmtree(temp, ignore_errors=True)
+    return {"ok": not left, "left": left, "killed": [n["pid"] for n in living]}
+
+
+VERBS: Dict[str, Callable[[Json], Json]] = {"probe": do_probe, "node": do_node, "stop": do_stop}
+
+
+def main() -> int:
+    try:
+        verb = VERBS[sys.argv[1]] if len(sys.argv) == 2 and sys.argv[1] in VERBS else None
+        if verb is None:
+            raise ValueError("say one of: %s" % ", ".join(VERBS))
+        text = sys.stdin.read()
+        if not text.strip():
+            raise ValueError("nothing on standard input: whoever started this agent is gone")
+        answer = verb(json.loads(text))
+    except Exception as error:
+        traceback.print_exc()
+        answer = {"ok": False, "error": "%s: %s" % (type(error).__name__, error), "exit_code": 1}
+    sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()
+    return int(answer.get("exit_code", 0 if answer.get("ok") else 1))

@@ -1,0 +1,286 @@
+"""A node's life, from the config to the last word: choose an address and ports, start Ray, watch it, end it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import time
+from typing import Any, Callable, Dict, Optional
+
+from . import files, hub, ports, probe, processes
+from .raynode import IN_USE, RayNode, join
+
+Json = Dict[str, Any]
+OLDEST_WITH_TOKENS = (2, 52)
+LEAST_STORE = 80 << 20  # Ray refuses a smaller object store
+
+
+class Refused(Exception):
+    """This node cannot be started, and another try would end the same way."""
+
+
+def version_tuple(version: str) -> "tuple[int, ...]":
+    return tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+
+
+class Node:
+    """What a head and a worker share. `config` is what the client wrote; `temp` is this node's private folder."""
+
+    def __init__(self, config: Json, temp: str) -> None:
+        self.config, self.temp = config, temp
+        self.name: str = config["node"]
+        self.folder: str = config["folder"]
+        self.logs = os.path.join(self.folder, "logs", self.name)
+        self.state, self.reason, self.since = "STARTING", "", time.time()
+        self.info: Json = {}
+        self.ray: Optional[RayNode] = None
+        self.block: Optional[ports.Block] = None
+        self.stop_reason = ""
+        self.stopping = asyncio.Event()
+        self.at_once = asyncio.Event()  # told twice, or the whole cluster ends: no draining
+        self.secret = self._secret()
+
+    def _secret(self) -> str:
+        if self.config["auth"] != "token":
+            return str(self.config["mark"])
+        with open(self.config["token_path"]) as stream:
+            secret = stream.read().strip()
+        files.write(os.path.join(self.temp, "token"), secret)
+        return secret
+
+    # -- what others see of us
+
+    def move(self, state: str, reason: str = "") -> None:
+        self.state, self.reason, self.since = state, reason, time.time()
+        self.last_words()
+        self.changed()
+
+    def status(self) -> Json:
+        return {"state": self.state, "reason": self.reason, "since": self.since, **self.info}
+
+    def last_words(self) -> None:
+        """Our own file in the record: who we are, for `stop`, and how we ended, for whoever asks later."""
+        keeper = os.getppid()
+        me = {"host": socket.gethostname(), "pid": keeper, "start": processes.start_time(keeper), "temp": self.temp}
+        try:
+            files.write_json(
+                os.path.join(self.folder, "nodes", self.name + ".json"),
+                {"node": self.name, "mark": self.config["mark"], **me, **self.status()},
+            )
+        except OSError:
+            pass  # a full disk must not end a running cluster
+
+    def changed(self) -> None:
+        """The state moved: tell whoever must know."""
+
+    # -- being told to end
+
+    def stop(self, reason: str) -> None:
+        if self.stopping.is_set():
+            self.at_once.set()
+        self.stop_reason = self.stop_reason or reason
+        self.stopping.set()
+
+    # -- starting Ray
+
+    def check_ray(self) -> None:
+        version, wanted = probe.ray_version(), self.config.get("ray")
+        if version is None:
+            raise Refused("no Ray in the environment of %s" % probe.sys.executable)
+        if wanted and version != wanted:
+            raise Refused("Ray %s is installed, %s is asked for" % (version, wanted))
+        if self.config["auth"] == "token" and version_tuple(version) < OLDEST_WITH_TOKENS:
+            raise Refused("Ray %s has no authentication (2.52 is the first that does)" % version)
+        self.info.update(ray=version, python=probe.python_version(), host=socket.gethostname())
+
+    def size(self) -> None:
+        """Settles what Ray may use here: what was asked for, else our share of this node's allocation."""
+        want: Json = self.config["resources"]
+        share, of = self.config.get("share") or (0, 1)
+        if want.get("cpus") is None:
+            total = int(probe.cpus()["count"])
+            want["cpus"] = max(1, total // of + (1 if share < total % of else 0))
+        if want.get("gpus") is None:
+            want["gpus"] = self._gpus(share, of)
+        memory = probe.memory()
+        whole = int(memory["total_bytes"]) // of
+        shm = probe.shm()
+        if want.get("object_store"):
+            if want["object_store"] > shm["free_bytes"]:
+                raise Refused("an object store of %d MiB does not fit in /dev/shm, which has %d MiB free"
+                              % (want["object_store"] >> 20, shm["free_bytes"] >> 20))  # fmt: skip
+        elif of > 1 or memory["why"] != "machine" or want.get("memory"):
+            # Ray would size itself by the whole machine
+            store = min(int(0.3 * (want.get("memory") or whole)), int(0.9 * shm["free_bytes"] / of))
+            want["object_store"] = max(LEAST_STORE, store)
+        if shm["free_bytes"] < LEAST_STORE:
+            raise Refused("/dev/shm has %d MiB free; Ray needs %d at least" % (shm["free_bytes"] >> 20, LEAST_STORE >> 20))
+        if want.get("object_store") and not want.get("memory"):
+            want["memory"] = max(LEAST_STORE, int(0.95 * whole) - want["object_store"])
+
+    def _gpus(self, share: int, of: int) -> int:
+        """Our share of the GPUs; several nodes on one machine must not see the same one."""
+        found = probe.gpu_count()
+        if of == 1:
+            return found
+        visible = [word for word in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if word]
+        mine = (visible or [str(i) for i in range(found)])[share * found // of : (share + 1) * found // of]
+        if found:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
+        return len(mine)
+
+    async def prepare(self, block: ports.Block) -> Optional[Json]:
+        """Ports are chosen: do what must come before Ray. Returns the head to join; None: we are the head."""
+        raise NotImplementedError
+
+    async def start_ray(self) -> None:
+        """Until Ray's node table has us. A port that somebody took in the last moment costs a new block, not the node."""
+        window = self.config["ports"].get("window")
+        for attempt in range(3):
+            try:
+                self.block = ports.take(tuple(window) if window else None)
+            except ports.NoPorts as error:
+                raise Refused(str(error)) from None
+            self.info.update(ip=self.ip, ports=ports.as_json(self.block), resources=self.config["resources"])
+            head = await self.prepare(self.block)
+            self.ray = RayNode(self.config, self.ip, self.block, self.temp, os.path.join(self.logs, "ray.log"))
+            await self.ray.start(head)
+            try:
+                await self.ray.wait_ready(float(self.config.get("start_timeout_s", 180)))
+                return
+            except RuntimeError as error:
+                await self.ray.end()
+                if attempt == 2 or not IN_USE.search(files.tail(self.ray.log)):
+                    raise Refused(str(error)) from None
+                self.block.close()
+
+    async def unless_stopped(self, work: "asyncio.Future[Any]") -> bool:
+        """Waits for the work; False when we are told to end first (the work is then given up)."""
+        stop = asyncio.ensure_future(self.stopping.wait())
+        await asyncio.wait([work, stop], return_when=asyncio.FIRST_COMPLETED)
+        stop.cancel()
+        if work.done():
+            work.result()
+            return True
+        work.cancel()
+        return False
+
+    # -- the whole life
+
+    async def live(self) -> None:
+        """Returns when this node should end; says why in `stop_reason`."""
+        raise NotImplementedError
+
+    async def leave(self) -> None:
+        """Ends Ray here, and what depends on it."""
+        raise NotImplementedError
+
+    async def run(self) -> Json:
+        os.makedirs(self.logs, mode=0o700, exist_ok=True)
+        os.makedirs(os.path.join(self.folder, "nodes"), mode=0o700, exist_ok=True)
+        end, reason = "GONE", ""
+        self.last_words()
+        try:
+            self.ip = probe.address(self.config["address"].get("interface"), self.config["address"]["default"])
+            self.check_ray()
+            self.size()
+            if await self.unless_stopped(asyncio.ensure_future(self.start_ray())):
+                self.move("READY")
+                await self.live()
+        except (Refused, ValueError) as error:
+            end, reason = "FAILED", str(error)
+        except Exception as error:  # whatever it is, Ray must not outlive us
+            end, reason = "FAILED", "%s: %s" % (type(error).__name__, error)
+        if end != "FAILED" and self.ray and self.ray.ended.is_set() and not self.stopping.is_set():
+            end, reason = "FAILED", "Ray ended: %s" % self.ray.last_words()
+        self.move("STOPPING", reason or self.stop_reason)
+        await self.leave()
+        if self.ray:
+            self.ray.keep_logs(self.logs)
+        self.move(end, reason or self.stop_reason)
+        return {"ok": end == "GONE", "node": self.name, "state": end, "reason": self.reason, "exit_code": self.exit_code()}
+
+    def exit_code(self) -> int:
+        return 0 if self.state == "GONE" else 1
+
+
+class Worker(Node):
+    """Joins a head; ends with it."""
+
+    link: Optional[hub.Link] = None
+
+    def find_head(self) -> Optional[Json]:
+        return self.config.get("head") or files.read_json(os.path.join(self.folder, "head.json"))
+
+    def changed(self) -> None:
+        if self.link:
+            self.link.say()
+
+    async def told(self, message: Json) -> None:
+        if message.get("do") == "stop":
+            self.at_once.set()
+            self.stop(str(message.get("reason", "the cluster ends")))
+
+    async def prepare(self, block: ports.Block) -> Optional[Json]:
+        if self.link is None:
+            self.link = hub.Link(self.secret, self.name, self.find_head, self.status, self.told)
+            asyncio.ensure_future(self.link.run())
+            self.orphans = asyncio.ensure_future(self._orphaned())
+        while True:  # an open port is not readiness, but before it there is nothing to join
+            head = self.find_head()
+            if head and self.link.writer and await port_open(head["ip"], head["gcs"]):
+                return head
+            await asyncio.sleep(0.1)
+
+    async def _orphaned(self) -> None:
+        """A head that does not come back takes its workers with it."""
+        assert self.link
+        patience = float(self.config.get("orphan_s", 30))
+        while True:
+            quiet = asyncio.get_running_loop().time() - self.link.heard
+            first = self.state == "STARTING" and self.link.writer is None  # the head may wait in a queue
+            if quiet > (float(self.config.get("head_timeout_s", 600)) if first else patience):
+                self.at_once.set()
+                self.stop("the head has not been heard of for %d s" % quiet)
+                return
+            await asyncio.sleep(1)
+
+    async def live(self) -> None:
+        assert self.ray
+        await self.unless_stopped(asyncio.ensure_future(self.ray.ended.wait()))
+
+    async def leave(self) -> None:
+        if self.ray is None:
+            return
+        if self.stopping.is_set() and not self.at_once.is_set() and self.link and self.link.writer:
+            drained = asyncio.ensure_future(self.ray.drain())
+            at_once = asyncio.ensure_future(self.at_once.wait())
+            await asyncio.wait([drained, at_once], return_when=asyncio.FIRST_COMPLETED)
+        await self.ray.end()
+
+
+async def port_open(ip: str, port: int) -> bool:
+    try:
+        _, writer = await asyncio.wait_for(asyncio.open_connection(ip, port), 2)
+    except (OSError, asyncio.TimeoutError):
+        return False
+    writer.close()
+    return True
+
+
+def serve(config: Json, temp: str, make: Callable[[Json, str], Node]) -> Json:
+    """Runs the node's life to its end, in this process."""
+
+    async def main() -> Json:
+        node = make(config, temp)
+        loop = asyncio.get_running_loop()
+        for number, reason in ((signal.SIGTERM, "told to stop"), (signal.SIGINT, "interrupted"), (signal.SIGHUP, "hang-up")):
+            loop.add_signal_handler(number, node.stop, reason)
+        return await node.run()
+
+    return asyncio.run(main())
+
+
+__all__ = ["Node", "Worker", "join", "port_open", "serve"]

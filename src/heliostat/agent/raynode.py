@@ -1,0 +1,199 @@
+"""One Ray node on this machine: its command line, its environment, is it alive, ending it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+from typing import Any, Dict, List, Optional, Tuple
+
+from . import files, ports, processes
+
+# what is worth keeping of Ray's own logs, and how much of each
+LOGS = re.compile(r"^(raylet|gcs_server|dashboard|dashboard_agent|monitor|runtime_env_agent|ray_process_exit|job-driver-.*)\.")
+LOG_BYTES = 1 << 20
+IN_USE = re.compile(r"address already in use|port[^\n]*(already|is) (in use|used|occupied)|failed to bind", re.IGNORECASE)
+# variables of a Ray that the user may be inside of: they would send ours to that one
+FOREIGN = ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_JOB_CONFIG_JSON_ENV_VAR", "RAY_RAYLET_PID", "RAY_NODE_IP_ADDRESS")
+
+
+async def http_get(host: str, port: int, path: str, token: str = "", timeout: float = 5.0) -> Tuple[int, bytes]:
+    """(status, body). HTTP/1.0, so that the answer ends where the connection ends."""
+
+    async def exchange() -> bytes:
+        reader, writer = await asyncio.open_connection(host, port)
+        try:
+            head = "GET %s HTTP/1.0\r\nHost: %s:%d\r\n" % (path, host, port)
+            writer.write((head + ("Authorization: Bearer %s\r\n" % token if token else "") + "\r\n").encode())
+            return await reader.read()
+        finally:
+            writer.close()
+
+    answer = await asyncio.wait_for(exchange(), timeout)
+    head, _, body = answer.partition(b"\r\n\r\n")
+    try:
+        return int(head.split(b" ", 2)[1]), body
+    except (IndexError, ValueError):
+        raise OSError("not an HTTP answer") from None
+
+
+class RayNode:
+    """`ray start --block` as our child, and the raylet below it."""
+
+    def __init__(self, config: Dict[str, Any], ip: str, block: ports.Block, temp: str, log: str) -> None:
+        self.config, self.ip, self.block, self.temp, self.log = config, ip, block, temp, log
+        self.process: Optional[asyncio.subprocess.Process] = None
+        self.raylet: Optional[Tuple[int, Optional[str]]] = None
+        self.ended = asyncio.Event()  # set when the raylet or `ray start` is gone
+
+    def environment(self) -> Dict[str, str]:
+        """Of `ray start`, and so of every worker."""
+        env = {key: value for key, value in os.environ.items() if key not in FOREIGN}
+        env.update(self.config.get("env") or {})
+        env.update(client_environment(self.config, self.temp))
+        env.update(
+            AUTOSCALER_METRIC_PORT=str(self.block.ports["autoscaler_metrics"]),
+            DASHBOARD_METRIC_PORT=str(self.block.ports["dashboard_metrics"]),
+            RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=str(self.config.get("drain_s", 20)),
+            # `ray status` answers without a monitor process only in the second version of the autoscaler
+            RAY_enable_autoscaler_v2="1",
+            RAY_USAGE_STATS_ENABLED="0",
+        )
+        return env
+
+    def command(self, head: Optional[Dict[str, Any]]) -> List[str]:
+        """argv of `ray start`; `head` is the head to join, None: this is the head."""
+        port, want = self.block.ports, self.config["resources"]
+        beside = os.path.join(os.path.dirname(sys.executable), "ray")
+        ray = beside if os.access(beside, os.X_OK) else shutil.which("ray") or "ray"
+        argv = [ray, "start", "--block", "--disable-usage-stats", "--node-ip-address=" + self.ip]
+        if head is None:
+            argv += ["--head", "--port=%d" % port["gcs"], "--ray-client-server-port=%d" % port["client"]]
+            argv += ["--dashboard-host=127.0.0.1", "--dashboard-port=%d" % port["dashboard"]]
+            # nothing scales this cluster, so nothing has to watch its demand
+            argv += [] if self.config.get("monitor") else ["--no-monitor"]
+        else:
+            argv += ["--address=%s" % join(head["ip"], head["gcs"])]
+        argv += [
+            "--node-name=" + self.config["node"],
+            "--temp-dir=" + self.temp,
+            "--node-manager-port=%d" % port["node_manager"],
+            "--object-manager-port=%d" % port["object_manager"],
+            "--runtime-env-agent-port=%d" % port["runtime_env_agent"],
+            "--dashboard-agent-listen-port=%d" % port["agent_http"],
+            "--dashboard-agent-grpc-port=%d" % port["agent_grpc"],
+            "--metrics-export-port=%d" % port["metrics"],
+            # 0: each worker asks the kernel, so two clusters on one host can never want the same port
+            "--min-worker-port=%d" % (self.block.workers or (0, 0))[0],
+            "--max-worker-port=%d" % (self.block.workers or (0, 0))[1],
+            "--num-cpus=%d" % want["cpus"],
+            "--num-gpus=%d" % want["gpus"],
+        ]
+        if want.get("memory"):
+            argv.append("--memory=%d" % want["memory"])
+        if want.get("object_store"):
+            argv.append("--object-store-memory=%d" % want["object_store"])
+        if want.get("custom"):
+            argv.append("--resources=" + json.dumps(want["custom"]))
+        if want.get("labels"):
+            argv.append("--labels=" + ",".join("%s=%s" % item for item in sorted(want["labels"].items())))
+        return argv
+
+    async def start(self, head: Optional[Dict[str, Any]]) -> None:
+        with open(self.log, "ab") as out:
+            self.process = await asyncio.create_subprocess_exec(
+                *self.command(head),
+                env=self.environment(),
+                cwd="/",
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                preexec_fn=processes.die_with_parent,
+            )
+
+    async def wait_ready(self, seconds: float) -> None:
+        """Returns when Ray's node table has this node. Raises RuntimeError with Ray's own words."""
+        assert self.process is not None
+        exited = asyncio.ensure_future(self.process.wait())
+        end = asyncio.get_running_loop().time() + seconds
+        while True:
+            await asyncio.wait([exited], timeout=0.1)
+            if exited.done():
+                raise RuntimeError("`ray start` ended with code %s: %s" % (exited.result(), self.last_words()))
+            try:
+                # the node's own dashboard agent asks the head whether this raylet is alive in the node table
+                answer = await http_get(self.ip, self.block.ports["agent_http"], "/api/local_raylet_healthz")
+                if answer[0] == 200:
+                    break
+            except (OSError, asyncio.TimeoutError):
+                pass
+            if asyncio.get_running_loop().time() > end:
+                exited.cancel()
+                raise RuntimeError("Ray did not become alive within %d s: %s" % (seconds, self.last_words()))
+        self.block.hand_over()
+        for pid in processes.children(self.process.pid):
+            if processes.executable(pid).endswith("/raylet"):
+                self.raylet = (pid, processes.start_time(pid))
+        asyncio.ensure_future(self._watch(exited))
+
+    async def _watch(self, exited: "asyncio.Future[int]") -> None:
+        """After a drain the raylet ends and `ray start --block` goes on for ever: watch both."""
+        while not exited.done() and (self.raylet is None or processes.alive(*self.raylet)):
+            await asyncio.wait([exited], timeout=0.5)
+        self.ended.set()
+
+    def last_words(self) -> str:
+        """The lines of Ray's output that say why, in one line."""
+        lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip() for line in files.tail(self.log).splitlines()]
+        telling = [line for line in lines if re.search(r"error|exception|mismatch|refus|fail|unable", line, re.I)]
+        return " | ".join((telling or [line for line in lines if line])[-3:])[-600:]
+
+    async def drain(self) -> None:
+        """Lets running work go elsewhere, as far as Ray does that, then Ray ends by itself."""
+        if self.process is not None and self.process.returncode is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                await asyncio.wait_for(self.process.wait(), float(self.config.get("drain_s", 20)) + 5)
+            except asyncio.TimeoutError:
+                pass
+
+    async def end(self) -> None:
+        """Ends the raylet in order (it ends its workers), then all that is left, at once."""
+        if self.raylet and processes.alive(*self.raylet):
+            processes.send([self.raylet[0]], signal.SIGTERM)
+            for _ in range(50):
+                if not processes.alive(*self.raylet):
+                    break
+                await asyncio.sleep(0.02)
+        if self.process is not None and self.process.returncode is None:
+            processes.send(processes.family([self.process.pid]), signal.SIGKILL)
+
+    def keep_logs(self, folder: str) -> None:
+        """The Ray logs that matter, the end of each, into the record."""
+        logs = os.path.join(self.temp, "session_latest", "logs")
+        try:
+            names = sorted(name for name in os.listdir(logs) if LOGS.match(name))
+            os.makedirs(folder, mode=0o700, exist_ok=True)
+            for name in names:
+                text = files.tail(os.path.join(logs, name), LOG_BYTES)
+                if text:
+                    files.write(os.path.join(folder, name), text)
+        except OSError:
+            pass  # a full disk must not keep the machines from being given back
+
+
+def client_environment(config: Dict[str, Any], temp: str) -> Dict[str, str]:
+    """What any Ray program on this node needs to be let in. The token is our own copy, beside the sockets: it works
+    when the record's folder is slow, or its token file was removed."""
+    env = {processes.MARK: config["mark"], "HELIOSTAT_CLUSTER": config["cluster"]}
+    if config["auth"] == "token":
+        return {**env, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": os.path.join(temp, "token")}
+    return {**env, "RAY_AUTH_MODE": "disabled"}
+
+
+def join(ip: str, port: int) -> str:
+    return "[%s]:%d" % (ip, port) if ":" in ip else "%s:%d" % (ip, port)

@@ -1,0 +1,173 @@
+"""The Python face: a cluster as a context manager, jobs as objects. The same lifecycle as the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from heliostat import backends, config
+from heliostat.errors import HeliostatError
+from heliostat.lifecycle import Emit, Lifecycle
+from heliostat.rayapi import FINAL
+from heliostat.spec import ClusterSpec
+
+
+class Job:
+    """One command on a cluster, through Ray's Jobs API."""
+
+    def __init__(self, cluster: Cluster, job_id: str) -> None:
+        self.cluster, self.id = cluster, job_id
+
+    def __repr__(self) -> str:
+        return f"Job({self.id!r} on {self.cluster.name!r})"
+
+    def _api(self) -> Any:
+        life = self.cluster._life
+        return life.api(life.find(self.cluster.name))
+
+    def info(self) -> dict[str, Any]:
+        """id, status, entrypoint, started, seconds, exit_code, message."""
+        return dict(self._api().job(self.id))
+
+    @property
+    def status(self) -> str:
+        return str(self.info()["status"])
+
+    def done(self) -> bool:
+        return self.status in FINAL
+
+    def logs(self, follow: bool = False) -> Iterator[str]:
+        """Lines of the output, without their ends; `follow`: until the job has ended."""
+        rest = b""
+        for chunk in self._api().output(self.id, follow=follow):
+            *lines, rest = (rest + chunk).split(b"\n")
+            for line in lines:
+                yield line.decode("utf-8", "replace")
+        if rest:
+            yield rest.decode("utf-8", "replace")
+
+    def wait(self) -> int:
+        """Until it has ended; its exit code."""
+        return self.cluster._life.wait_job(self.cluster.name, self.id, lambda chunk: None)
+
+    def stop(self) -> bool:
+        return self.cluster._life.stop_job(self.cluster.name, self.id)
+
+
+class Cluster:
+    """A running cluster. As a context manager it is ended at the end of the block; `connect` leaves it running."""
+
+    def __init__(self, name: str, life: Lifecycle, *, owned: bool) -> None:
+        self.name, self._life, self._owned = name, life, owned
+        self._proxies: list[Any] = []
+
+    def __repr__(self) -> str:
+        return f"Cluster({self.name!r})"
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+        if self._owned:
+            self.down()
+
+    def close(self) -> None:
+        """Ends what this object opened here (dashboard tunnels); the cluster goes on."""
+        while self._proxies:
+            self._proxies.pop().close()
+
+    @property
+    def address(self) -> str:
+        """What `ray.init` takes."""
+        address = self._life.find(self.name).address
+        if address is None:
+            raise HeliostatError(f"`{self.name}` has no address now", hint=f"heliostat status {self.name}")
+        return address
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables that a Ray program needs to join: address and token file."""
+        connection = self._life.find(self.name).folder.connection() or {}
+        return {key: str(value) for key, value in (connection.get("env") or {}).items()}
+
+    def status(self) -> dict[str, Any]:
+        """The document of `heliostat status --json`."""
+        return self._life.status(self.name)
+
+    def scale(self, workers: int) -> None:
+        self._life.scale(self.name, workers)
+
+    def submit(
+        self,
+        command: str | Sequence[str],
+        *,
+        working_dir: str | Path | None = None,
+        env: Mapping[str, str] | None = None,
+        runtime_env: Mapping[str, Any] | None = None,
+        job_id: str | None = None,
+    ) -> Job:
+        """A string goes to a shell on the head as it is; a list is taken word by word."""
+        words = [command] if isinstance(command, str) else list(command)
+        folder = Path(working_dir) if working_dir is not None else None
+        submitted = self._life.submit(
+            self.name, words, working_dir=folder, env=dict(env or {}), runtime_env=dict(runtime_env or {}), job_id=job_id
+        )
+        return Job(self, submitted)
+
+    def job(self, job_id: str) -> Job:
+        return Job(self, job_id)
+
+    def jobs(self) -> list[Job]:
+        return [Job(self, job["id"]) for job in self._life.jobs(self.name) if job["kind"] == "job"]
+
+    def dashboard(self, port: int = 0) -> str:
+        """Opens a way to the dashboard and returns its URL; it works until `close`."""
+        from heliostat.tunnel import DashboardProxy
+
+        proxy = DashboardProxy(*dashboard_target(self._life, self.name), port=port)
+        proxy.start()
+        self._proxies.append(proxy)
+        return proxy.url
+
+    def down(self) -> None:
+        self._life.down(self.name)
+
+
+def dashboard_target(life: Lifecycle, name: str) -> tuple[Any, Any]:
+    """(where the dashboard is, its token), each asked for anew at every connection: a head may have moved."""
+
+    def target() -> tuple[str, int]:
+        api = life.api(life.find(name))
+        return api.host, api.port
+
+    def token() -> str:
+        return life.api(life.find(name)).token or ""
+
+    return target, token
+
+
+def up(
+    file: str | Path | ClusterSpec | None = None, *, emit: Emit = lambda event: None, keep: bool = False, **values: Any
+) -> Cluster:
+    """Starts a cluster and returns when it is ready: from a file, a ClusterSpec, or keys of the file as arguments.
+
+    `keep`: leave it running at the end of a `with` block.
+    """
+    life = Lifecycle(emit=emit)
+    if isinstance(file, ClusterSpec):
+        spec = file.model_copy(update=values) if values else file
+    else:
+        flat = {key: value for key, value in values.items() if value is not None}
+        spec = config.load(backends.names(), file=Path(file) if file else None, flags=flat).spec
+    view = life.up(spec)
+    return Cluster(view.record.name, life, owned=not keep)
+
+
+def connect(name: str) -> Cluster:
+    """A cluster that runs already, by its name."""
+    life = Lifecycle()
+    life.find(name)
+    return Cluster(name, life, owned=False)

@@ -1,0 +1,25 @@
+"""The sites. One file a backend, found by its name; adding a site is adding a file."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from typing import TYPE_CHECKING
+
+from heliostat.errors import UsageError
+
+if TYPE_CHECKING:
+    from heliostat.backends.base import Backend
+
+
+def names() -> list[str]:
+    """The sites that are here, without importing any."""
+    found = (module.name for module in pkgutil.iter_modules(__path__))
+    return sorted(name for name in found if name != "base" and not name.startswith("_"))
+
+
+def load(site: str) -> Backend:
+    if site not in names():
+        raise UsageError(f"there is no site `{site}`", because=f"sites here: {', '.join(names())}")
+    backend: Backend = importlib.import_module(f"heliostat.backends.{site}").BACKEND
+    return backend

@@ -1,0 +1,122 @@
+"""The seam: what a site must promise. The rest of Heliostat knows no site by name.
+
+Light on purpose: `ls` imports it, so nothing here needs pydantic. A site's options are a plain frozen dataclass, which
+pydantic checks where a file or a flag is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from heliostat.states import NodeState
+
+if TYPE_CHECKING:
+    from heliostat.spec import ClusterSpec, Member
+    from heliostat.transport import Transport
+
+
+@dataclass(frozen=True)
+class File:
+    """A file that the plan writes into the cluster's folder before anything starts."""
+
+    path: Path
+    text: str
+    mode: int = 0o600
+
+
+@dataclass(frozen=True)
+class Step:
+    """One thing that is started or submitted, and the nodes that come with it. `config` goes to the agents."""
+
+    argv: tuple[str, ...]
+    nodes: tuple[str, ...]
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Exactly what will be written and run; `--dry-run` prints it."""
+
+    files: tuple[File, ...]
+    steps: tuple[Step, ...]
+
+
+@dataclass(frozen=True)
+class Order:
+    """What to plan: these members of this cluster, below this folder. `config` is what every agent of it is told."""
+
+    spec: ClusterSpec
+    options: Any
+    members: Sequence[Member]
+    folder: Path
+    agent: Path
+    config: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Handle:
+    """Something that was started, by the other party's name for it; remembered in the record."""
+
+    native_id: str
+    nodes: tuple[str, ...]
+    detail: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"native_id": self.native_id, "nodes": list(self.nodes), "detail": dict(self.detail)}
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> Handle:
+        return Handle(data["native_id"], tuple(data["nodes"]), data["detail"])
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What the other party says of a handle: QUEUED, ALLOCATED (it runs), GONE or UNKNOWN, with its own word."""
+
+    state: NodeState
+    reason: str = ""
+    word: str = ""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One finding of `doctor`."""
+
+    name: str
+    verdict: str  # "ok", "warn" or "fail"
+    found: str
+    hint: str = ""
+
+
+class Backend(Protocol):
+    name: ClassVar[str]
+    Options: ClassVar[type]  # a frozen dataclass: the site's own table of the file
+    starts_ray: ClassVar[bool]  # True: our agent runs `ray start`; False: the platform does
+    shares_files: ClassVar[bool]  # True: the head sees the caller's folders under the same paths
+
+    def checks(self, spec: ClusterSpec | None, host: Transport) -> list[Check]:
+        """For `doctor`; never raises."""
+        ...
+
+    def plan(self, order: Order) -> Plan:
+        """Pure. Raises UsageError for what the site cannot do."""
+        ...
+
+    def launch(self, plan: Plan, order: Order, host: Transport) -> Iterator[Handle]:
+        """Yields each handle the moment it exists, and goes on only when the caller has put it on record."""
+        ...
+
+    def observe(self, handles: Sequence[Handle], host: Transport) -> dict[str, Observation]:
+        """One question for all of them. A handle that nobody knows is GONE; silence is UNKNOWN."""
+        ...
+
+    def cancel(self, handles: Sequence[Handle], host: Transport, *, now: bool = False) -> None:
+        """Idempotent; returns when they are gone. Raises HeliostatError when something could not be stopped."""
+        ...
+
+    def reach(self, handle: Handle, host: Transport) -> Transport:
+        """The way to the node: for logs, exec and tunnels."""
+        ...

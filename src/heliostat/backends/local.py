@@ -1,0 +1,134 @@
+"""This computer: N Ray nodes side by side, each with its own ports and folder, on a loopback address."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from heliostat.backends.base import Check, File, Handle, Observation, Order, Plan, Step
+from heliostat.errors import HeliostatError, UsageError
+from heliostat.states import NodeState
+from heliostat.transport import process_start
+
+if TYPE_CHECKING:
+    from heliostat.spec import ClusterSpec
+    from heliostat.transport import Transport
+
+STOP_S = 60.0
+
+
+@dataclass(frozen=True)
+class Options:
+    """`local:` has no keys of its own."""
+
+
+class Local:
+    name: ClassVar[str] = "local"
+    Options: ClassVar[type] = Options
+    starts_ray: ClassVar[bool] = True
+    shares_files: ClassVar[bool] = True
+
+    def checks(self, spec: ClusterSpec | None, host: Transport) -> list[Check]:
+        return []
+
+    def plan(self, order: Order) -> Plan:
+        from heliostat.script import BatchScript
+        from heliostat.spec import members
+
+        spec = order.spec
+        if spec.autoscale is not None:
+            raise UsageError("`autoscale` has no meaning on `local`", because="there are no other machines to get")
+        if spec.hosts or spec.head.host:
+            raise UsageError("`hosts` has no meaning on `local`", because="the nodes are all on this computer")
+        if spec.environment.container:
+            raise UsageError("containers are not built for `local`", hint="use environment.venv or environment.conda")
+        environment = spec.environment
+        python = "python3" if environment.venv or environment.conda else sys.executable
+        script = BatchScript(
+            comment=f"heliostat: one node of `{spec.cluster_name}` on this computer; its config comes on standard input",
+            command=[python, str(order.agent), "node"],
+            setup=environment.setup,
+            venv=str(Path(environment.venv).expanduser()) if environment.venv else None,
+            conda=environment.conda,
+        )
+        path = order.folder / "script.sh"
+        # the nodes share the machine; one that comes later gets what the first ones got
+        everybody = [member.name for member in members(spec)]
+        steps = []
+        for member in order.members:
+            share = everybody.index(member.name) if member.name in everybody else 0
+            config = {
+                **order.config,
+                "mark": f"{order.config['mark']}-{member.name}",
+                "node": member.name,
+                "role": member.role,
+                "address": {"interface": spec.network.interface, "default": "loopback"},
+                "share": [share, len(everybody)],
+                "resources": {
+                    "cpus": member.cpus,
+                    "gpus": member.gpus,
+                    "memory": member.memory,
+                    "object_store": spec.object_store,
+                    "custom": member.resources,
+                    "labels": member.labels,
+                },
+            }
+            steps.append(Step(("bash", str(path)), (member.name,), config))
+        return Plan((File(path, script.render(), 0o700),), tuple(steps))
+
+    def launch(self, plan: Plan, order: Order, host: Transport) -> Iterator[Handle]:
+        for step in plan.steps:
+            logs = order.folder / "logs" / step.nodes[0]
+            logs.mkdir(mode=0o700, parents=True, exist_ok=True)
+            spawned = host.spawn(step.argv, log=logs / "agent.log", cwd=order.folder)
+            detail = {"pid": spawned.pid, "start": spawned.start, "mark": step.config["mark"], "folder": str(order.folder)}
+            yield Handle(f"{spawned.pid}.{spawned.start}", step.nodes, detail)
+            spawned.feed(json.dumps(step.config).encode())
+
+    def observe(self, handles: Sequence[Handle], host: Transport) -> dict[str, Observation]:
+        return {
+            handle.native_id: Observation(
+                NodeState.ALLOCATED
+                if handle.detail["start"] and process_start(handle.detail["pid"]) == handle.detail["start"]
+                else NodeState.GONE
+            )
+            for handle in handles
+        }
+
+    def cancel(self, handles: Sequence[Handle], host: Transport, *, now: bool = False) -> None:
+        if not handles:
+            return
+        folder = Path(handles[0].detail["folder"])
+        nodes = [{**handle.detail, "temp": _temp(folder, handle.nodes[0])} for handle in handles]
+        request = json.dumps({"nodes": nodes, "now": now, "seconds": STOP_S}).encode()
+        done = host.run([sys.executable, str(folder / "agent.pyz"), "stop"], input=request, timeout=STOP_S + 60)
+        try:
+            answer = json.loads(done.out)
+        except ValueError:
+            answer = {}
+        if not answer.get("ok"):
+            left = ", ".join(map(str, answer.get("left", []))) or "unknown"
+            raise HeliostatError(
+                "some processes could not be stopped",
+                because=f"still there: {left}" if "left" in answer else done.err.strip()[-300:],
+                saw=done.saw(),
+            )
+
+    def reach(self, handle: Handle, host: Transport) -> Transport:
+        return host
+
+
+def _temp(folder: Path, node: str) -> str | None:
+    """The private folder that the node's agent wrote down."""
+    try:
+        words = json.loads((folder / "nodes" / f"{node}.json").read_bytes())
+    except (OSError, ValueError):
+        return None
+    return str(words.get("temp") or "") or None
+
+
+BACKEND = Local()

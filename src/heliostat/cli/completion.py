@@ -1,0 +1,22 @@
+"""`heliostat completion`"""
+
+from __future__ import annotations
+
+import click
+from click.shell_completion import get_completion_class
+
+from heliostat.cli.options import common
+from heliostat.cli.output import Output
+
+
+@click.command()
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+@common
+@click.pass_obj
+def command(out: Output, shell: str) -> None:
+    """Prints the completion script of a shell: eval "$(heliostat completion bash)"."""
+    from heliostat.cli.app import cli
+
+    found = get_completion_class(shell)
+    assert found is not None
+    out.data(found(cli, {}, "heliostat", "_HELIOSTAT_COMPLETE").source())

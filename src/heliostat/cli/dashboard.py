@@ -1,0 +1,49 @@
+"""`heliostat dashboard`"""
+
+from __future__ import annotations
+
+import time
+
+import click
+
+from heliostat.api import dashboard_target
+from heliostat.cli.options import CLUSTER, common
+from heliostat.cli.output import Output
+from heliostat.lifecycle import Lifecycle
+from heliostat.store import write_atomic
+from heliostat.tunnel import DashboardProxy, redirect_page
+
+
+@click.command()
+@click.argument("cluster", type=CLUSTER)
+@click.option("--open", "in_browser", is_flag=True, help="open it in the browser")
+@click.option("--port", type=click.IntRange(0, 65535), default=0, help="local port [a free one]")
+@common
+@click.pass_obj
+def command(out: Output, cluster: str, in_browser: bool, port: int) -> None:
+    """Opens a way to the Ray dashboard and prints the local URL, which lets in the first browser that uses it.
+
+    Reconnects by itself; ends with Ctrl-C."""
+    life = Lifecycle()
+    folder = life.find(cluster).folder
+    target, token = dashboard_target(life, cluster)
+    target()  # a cluster that is not up is told now, not in the browser
+    proxy = DashboardProxy(target, token, port=port)
+    proxy.start()
+    page = folder.path / "dashboard.html"
+    try:
+        out.document({"cluster": cluster, "url": proxy.url}) if out.json else out.data(proxy.url)
+        out.say("for one browser; Ctrl-C ends it")
+        if in_browser:
+            import webbrowser
+
+            write_atomic(page, redirect_page(proxy.url))  # not on the browser's command line, which others can read
+            webbrowser.open(page.as_uri())
+        while life.store.find(cluster):
+            time.sleep(1)
+        out.say(f"`{cluster}` has ended")
+    except KeyboardInterrupt:
+        pass
+    finally:
+        page.unlink(missing_ok=True)
+        proxy.close()

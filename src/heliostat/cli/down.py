@@ -1,0 +1,59 @@
+"""`heliostat down`"""
+
+from __future__ import annotations
+
+import click
+
+from heliostat.cli.options import CLUSTER, common
+from heliostat.cli.output import Output
+from heliostat.errors import HeliostatError, PartlyDone, UsageError
+from heliostat.lifecycle import Lifecycle
+
+
+@click.command()
+@click.argument("clusters", type=CLUSTER, nargs=-1)
+@click.option("--all", "every", is_flag=True, help="all my clusters")
+@click.option("--now", is_flag=True, help="kill at once, without time to save anything")
+@click.option("--dry-run", is_flag=True, help="say what would be stopped, stop nothing")
+@common
+@click.pass_obj
+def command(out: Output, clusters: tuple[str, ...], every: bool, now: bool, dry_run: bool) -> None:
+    """Ends exactly these clusters, verifies that nothing is left, and says what it removed."""
+    life = Lifecycle(emit=out.emit)
+    names = life.store.names() if every else list(dict.fromkeys(clusters))
+    if not names and not every:
+        raise UsageError("which cluster?", because=f"clusters here: {', '.join(life.store.names()) or 'none'}", hint="heliostat down NAME")
+    if dry_run:
+        return show_dry(out, life, names)
+    done, failed = [], []
+    for name in names:
+        try:
+            before = life.store.find(name) is not None
+            record = life.down(name, now=now).record
+            done.append({"name": record.name, "nodes": len(record.nodes), "was_up": before})
+            out.say(f"`{record.name}` is down: {len(record.nodes)} nodes ended" if before else f"`{record.name}` had ended already")
+        except HeliostatError as error:
+            if len(names) == 1:
+                raise
+            failed.append((name, error))
+            out.error(error) if not out.json else None
+    if out.json and not failed:
+        return out.document({"down": done})
+    if failed:
+        raise PartlyDone(
+            f"{len(failed)} of {len(names)} clusters could not be ended",
+            because="; ".join(f"{name}: {error.what}" for name, error in failed),
+            hint=f"heliostat doctor {failed[0][0]}",
+            exit_code=3 if done else failed[0][1].exit_code,
+        )
+    if not names:
+        out.say("no clusters")
+
+
+def show_dry(out: Output, life: Lifecycle, names: list[str]) -> None:
+    views = [life.find(name) for name in names]
+    if out.json:
+        return out.document({"down": [{"name": v.record.name, "native_ids": [h["native_id"] for h in v.record.handles]} for v in views]})
+    for view in views:
+        for handle in view.record.handles:
+            out.data(f"# stops {', '.join(handle['nodes'])} of `{view.record.name}`: {handle['native_id']}")

@@ -1,0 +1,59 @@
+"""What would be written and run, for `--dry-run`; with -v also where each value came from."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from heliostat.cli.output import Output
+from heliostat.lifecycle import Lifecycle, agent_archive
+from heliostat.script import quote
+from heliostat.units import format_bytes
+
+if TYPE_CHECKING:
+    from heliostat.config import Config
+
+
+def show(out: Output, life: Lifecycle, config: Config, command: dict[str, Any] | None = None) -> None:
+    order, plan = life.plan(config.spec, command)
+    if out.json:
+        files = [{"path": str(f.path), "mode": oct(f.mode), "text": f.text} for f in plan.files]
+        steps = [{"argv": list(s.argv), "nodes": list(s.nodes), "config": dict(s.config)} for s in plan.steps]
+        return out.document({"files": files, "steps": steps, "origins": dict(config.origins)})
+    if out.verbose:
+        for key, value, origin in origins(config):
+            out.say(f"{key} = {value}  ({origin})")
+    out.data(f"# writes {order.folder}/: record.json, spec.yaml, events.jsonl, token (0600), and")
+    out.data(f"# writes {order.agent}  (the agent, {format_bytes(len(agent_archive()))})")
+    for file in plan.files:
+        out.data(f"# writes {file.path}  ({file.mode:o})")
+        out.data("".join(f"    {line}\n" for line in file.text.splitlines()))
+    for step in plan.steps:
+        out.data(f"# starts {', '.join(step.nodes)}, with this on its standard input:")
+        out.data(f"#   {json.dumps(dict(step.config))}")
+        out.data(f"{quote(list(step.argv))}")
+
+
+def origins(config: Config) -> list[tuple[str, str, str]]:
+    """(key, value, where it came from) of every value, defaults too."""
+    rows: list[tuple[str, str, str]] = []
+
+    def walk(prefix: str, value: Any) -> None:
+        if isinstance(value, dict) and value:
+            for key, inner in value.items():
+                walk(f"{prefix}.{key}" if prefix else str(key), inner)
+            return
+        where = next((o for k, o in _parents(config, prefix)), "default")
+        rows.append((prefix, json.dumps(value, default=str), where))
+
+    walk("", config.spec.model_dump(mode="json"))
+    return rows
+
+
+def _parents(config: Config, key: str) -> list[tuple[str, str]]:
+    found = []
+    while key:
+        if key in config.origins:
+            found.append((key, config.origins[key]))
+        key = key.rpartition(".")[0]
+    return found

@@ -1,0 +1,109 @@
+"""`heliostat history`"""
+
+from __future__ import annotations
+
+import csv
+import io
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import click
+
+from heliostat.cli.options import common
+from heliostat.cli.output import Output, table
+from heliostat.errors import HeliostatError
+from heliostat.lifecycle import Lifecycle
+from heliostat.store import Record
+from heliostat.units import format_duration
+
+COLUMNS = ("name", "kind", "what", "site", "nodes", "started", "waited_s", "ran_s", "node_hours", "exit_code", "why")
+
+
+@click.command()
+@click.option("--csv", "path", type=click.Path(path_type=Path), help="write it as CSV; `-` for stdout")
+@common
+@click.pass_obj
+def command(out: Output, path: Path | None) -> None:
+    """Lists every cluster and job that ever ran here: what, where, how long it waited and ran, node-hours, exit code."""
+    life = Lifecycle()
+    records = [*life.store.past(), *(view.record for view in life.all())]
+    rows = [row for record in sorted(records, key=lambda r: r.created) for row in rows_of(record)]
+    if path is not None:
+        return write_csv(out, rows, path)
+    if out.json:
+        return out.document({"history": rows})
+    if not rows:
+        return out.say("nothing has run here yet")
+    shown = [
+        (r["name"], r["what"][:40], r["site"], r["nodes"], r["started"][:16].replace("T", " "), _span(r["waited_s"]),
+         _span(r["ran_s"]), f"{r['node_hours']:.2f}" if r["node_hours"] is not None else "-",
+         "-" if r["exit_code"] is None else r["exit_code"], r["why"][:40])
+        for r in rows
+    ]  # fmt: skip
+    out.data(table(shown, ("NAME", "WHAT", "SITE", "NODES", "STARTED", "WAITED", "RAN", "NODE-H", "EXIT", "WHY")))
+
+
+def _span(seconds: float | None) -> str:
+    return "-" if seconds is None else format_duration(seconds)
+
+
+def rows_of(record: Record) -> list[dict[str, Any]]:
+    """The cluster, then the jobs that were submitted to it."""
+    waited = record.ready - record.created if record.ready else None
+    ran = record.ended - record.ready if record.ready and record.ended else None
+    what = record.command["text"] if record.command else "cluster"
+    rows = [
+        {
+            "name": record.name,
+            "kind": record.kind,
+            "what": what,
+            "site": record.site,
+            "nodes": len(record.nodes),
+            "started": _when(record.created),
+            "waited_s": _round(waited),
+            "ran_s": _round(ran),
+            "node_hours": round(ran * len(record.nodes) / 3600, 4) if ran is not None else None,
+            "exit_code": record.exit_code,
+            "why": record.reason,
+        }
+    ]
+    for job in record.jobs:
+        rows.append(
+            {
+                "name": f"{record.name}/{job['id']}",
+                "kind": "job",
+                "what": job["entrypoint"],
+                "site": record.site,
+                "nodes": len(record.nodes),
+                "started": _when(job["submitted"]),
+                "waited_s": None,
+                "ran_s": job.get("seconds"),
+                "node_hours": None,
+                "exit_code": job.get("exit_code"),
+                "why": (job.get("status") or "").lower(),
+            }
+        )
+    return rows
+
+
+def _when(moment: float) -> str:
+    return datetime.fromtimestamp(moment).astimezone().isoformat(timespec="seconds")
+
+
+def _round(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 1)
+
+
+def write_csv(out: Output, rows: list[dict[str, Any]], path: Path) -> None:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, COLUMNS)
+    writer.writeheader()
+    writer.writerows(rows)
+    if str(path) == "-":
+        return out.data(text.getvalue())
+    try:
+        path.write_text(text.getvalue())
+    except OSError as error:
+        raise HeliostatError(f"could not write `{path}`", because=error.strerror or str(error)) from None
+    out.document({"csv": str(path), "rows": len(rows)}) if out.json else out.say(f"{len(rows)} rows in {path}")

@@ -1,0 +1,36 @@
+"""`heliostat jobs`"""
+
+from __future__ import annotations
+
+import click
+
+from heliostat.cli.options import CLUSTER, common
+from heliostat.cli.output import Output, ago, table
+from heliostat.lifecycle import Lifecycle
+from heliostat.units import format_duration
+
+
+@click.command()
+@click.argument("cluster", type=CLUSTER)
+@common
+@click.pass_obj
+def command(out: Output, cluster: str) -> None:
+    """Lists the jobs of a cluster, the newest first."""
+    jobs = Lifecycle().jobs(cluster)
+    if out.json:
+        keys = ("id", "kind", "status", "entrypoint", "started", "seconds", "exit_code", "message")
+        return out.document({"cluster": cluster, "jobs": [{key: job[key] for key in keys} for job in jobs]})
+    if not jobs:
+        return out.say(f"no jobs on `{cluster}` yet")
+    rows = [
+        (
+            job["id"],
+            job["status"].lower(),
+            "-" if job["exit_code"] is None else job["exit_code"],
+            ago(job["started"]),
+            "-" if job["seconds"] is None else format_duration(job["seconds"]),
+            (job["entrypoint"] or "")[:60],
+        )
+        for job in jobs
+    ]
+    out.data(table(rows, ("JOB", "STATUS", "EXIT", "AGE", "RAN", "COMMAND")))

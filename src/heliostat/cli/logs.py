@@ -1,0 +1,106 @@
+"""`heliostat logs`"""
+
+from __future__ import annotations
+
+import json
+import time
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import click
+
+from heliostat.cli.options import CLUSTER, common
+from heliostat.cli.output import Output
+from heliostat.errors import NotFoundError
+from heliostat.lifecycle import Lifecycle
+from heliostat.store import ClusterFolder
+
+
+@click.command()
+@click.argument("cluster", type=CLUSTER)
+@click.argument("what", metavar="[JOB|NODE]", required=False)
+@click.option("-f", "--follow", is_flag=True, help="go on as it grows")
+@common
+@click.pass_obj
+def command(out: Output, cluster: str, what: str | None, follow: bool) -> int | None:
+    """Shows the output of a job, the agent and Ray logs of a node, or, with neither, the events of the cluster.
+
+    The logs of an ended cluster are kept and shown too."""
+    life = Lifecycle()
+    folder = life.store.find(cluster) or life.store.last_past(cluster) or life.store.open(cluster)
+    record = folder.record()
+    if what is None:
+        return show_events(out, folder, follow)
+    if record.command and what == "run":
+        if follow:
+            return life.follow_run(folder, out.raw) and None
+        for stream in ("out", "err"):
+            copy(out, stream, folder.logs / f"run.{stream}")
+        return None
+    if what in record.nodes or (folder.logs / what).is_dir():
+        return show_node(out, folder, what, follow)
+    if folder.path.parent == life.store.ended:
+        kept = sorted(folder.logs.glob(f"*/job-driver-{what}.log"))
+        if not kept:
+            raise NotFoundError(f"there is no job or node `{what}` in what is kept of `{cluster}`", saw=str(folder.logs))
+        return copy(out, "out", kept[0])
+    for chunk in life.api(life.look(folder)).output(what, follow=follow):
+        out.raw("out", chunk)
+    return None
+
+
+def copy(out: Output, stream: str, path: Path) -> None:
+    try:
+        with open(path, "rb") as source:
+            while chunk := source.read(1 << 20):
+                out.raw(stream, chunk)
+    except FileNotFoundError:
+        pass
+
+
+def show_events(out: Output, folder: ClusterFolder, follow: bool) -> None:
+    shown = 0
+    while True:
+        events = list(folder.events())
+        for event in events[shown:]:
+            out.data(json.dumps(event)) if out.json else out.data(event_line(event))
+        shown = len(events)
+        if not follow or not folder.path.exists():
+            return
+        time.sleep(0.5)
+
+
+def event_line(event: dict[str, Any]) -> str:
+    when = datetime.fromtimestamp(event["at"]).isoformat(sep=" ", timespec="milliseconds")
+    if event.get("kind") == "move":
+        reason = f"  ({event['reason']})" if event.get("reason") else ""
+        return f"{when}  {event['node']}: {event['from']} -> {event['to']}{reason}"
+    return f"{when}  {event.get('text', '')}"
+
+
+def show_node(out: Output, folder: ClusterFolder, node: str, follow: bool) -> None:
+    """The agent's log, `ray start`'s, and Ray's own that were kept; each under its name."""
+    sizes: dict[Path, int] = {}
+    while True:
+        for path in sorted(p for p in [*(folder.logs / node).glob("*"), *live_logs(folder, node)] if p.is_file()):
+            size = path.stat().st_size
+            if size <= sizes.get(path, 0):
+                continue
+            out.raw("out", f"==> {path.name} <==\n".encode())
+            with open(path, "rb") as stream:
+                stream.seek(sizes.get(path, 0))
+                while chunk := stream.read(1 << 20):
+                    out.raw("out", chunk)
+            sizes[path] = size
+        if not follow or not folder.path.exists():
+            return
+        time.sleep(0.5)
+
+
+def live_logs(folder: ClusterFolder, node: str) -> list[Path]:
+    """Ray's logs where they are now, while the node lives on this machine."""
+    temp = folder.last_words(node).get("temp")
+    logs = Path(str(temp)) / "session_latest" / "logs" if temp else None
+    names = ("raylet.out", "raylet.err", "gcs_server.out", "gcs_server.err", "dashboard.log", "monitor.log")
+    return [logs / name for name in names if (logs / name).exists()] if logs else []

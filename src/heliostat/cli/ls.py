@@ -1,0 +1,50 @@
+"""`heliostat ls`"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from heliostat.cli.options import common
+from heliostat.cli.output import Output, ago, table
+from heliostat.lifecycle import Lifecycle
+from heliostat.store import Record
+
+
+@click.command()
+@click.option("--all", "every", is_flag=True, help="with the ended ones")
+@common
+@click.pass_obj
+def command(out: Output, every: bool) -> None:
+    """Lists my clusters on every site, one line each."""
+    life = Lifecycle()
+    records = [view.record for view in life.all()]
+    past = list(reversed(life.store.past())) if every else []
+    if out.json:
+        return out.document({"clusters": [row(record) for record in [*records, *past]]})
+    if not records and not past:
+        return out.say("no clusters; heliostat up starts one")
+    lines = [
+        (r.name, r.site, str(r.state()), _count(r), ago(r.created), (r.reason if r.ended else "") or "")
+        for r in [*records, *past]
+    ]
+    out.data(table(lines, ("NAME", "SITE", "STATE", "NODES", "AGE", "WHY")))
+
+
+def _count(record: Record) -> str:
+    ready = sum(str(node.state) == "READY" for node in record.nodes.values())
+    return f"{ready}/{len(record.nodes)}"
+
+
+def row(record: Record) -> dict[str, Any]:
+    return {
+        "name": record.name,
+        "site": record.site,
+        "state": str(record.state()),
+        "nodes": len(record.nodes),
+        "native_ids": [handle["native_id"] for handle in record.handles],
+        "started": record.created,
+        "ended": record.ended,
+        "reason": record.reason,
+    }

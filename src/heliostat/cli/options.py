@@ -1,0 +1,142 @@
+"""What several verbs take: the common flags, the options of a cluster, the words before and after the script."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+from click.shell_completion import CompletionItem
+
+from heliostat.errors import UsageError
+
+if TYPE_CHECKING:
+    from heliostat.config import Config
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+# option of the command line -> key of the file
+KEYS = {
+    "on": "on",
+    "name": "name",
+    "nodes": "nodes",
+    "min_nodes": "min_nodes",
+    "cpus_per_node": "cpus_per_node",
+    "gpus_per_node": "gpus_per_node",
+    "memory_per_node": "memory_per_node",
+    "object_store": "object_store",
+    "time": "time",
+    "idle_timeout": "idle.timeout",
+    "setup": "environment.setup",
+    "ray_version": "environment.ray",
+    "venv": "environment.venv",
+    "conda": "environment.conda",
+    "container": "environment.container",
+    "interface": "network.interface",
+    "port_offset": "network.port_offset",
+    "labels": "labels",
+}
+
+
+class ClusterName(click.ParamType):
+    """Completes with the names of my clusters."""
+
+    name = "CLUSTER"
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        from heliostat.store import Store
+
+        return [CompletionItem(name) for name in Store().names() if name.startswith(incomplete)]
+
+
+CLUSTER = ClusterName()
+
+
+def common(function: F) -> F:
+    """--json, -q, -v, --debug: read from the raw arguments by Output, taken here so that click knows them."""
+    for names, text in (
+        (("--debug",), "show tracebacks"),
+        (("-v", "--verbose"), "say more"),
+        (("-q", "--quiet"), "say nothing but errors"),
+        (("--json",), "one JSON document on stdout"),
+    ):
+        function = click.option(*names, is_flag=True, expose_value=False, help=text)(function)
+    return function
+
+
+def cluster_options(function: F) -> F:
+    """The options of `up` and `run`."""
+    options = [
+        click.option("-f", "--file", "file", type=click.Path(path_type=Path), help="the cluster's file [heliostat.yaml]"),
+        click.option("--on", metavar="SITE", help="where the machines come from [local]"),
+        click.option("--name", help="the cluster's name"),
+        click.option("--nodes", type=int, help="nodes in all, the head included [1]"),
+        click.option("--min-nodes", type=int, help="begin when so many nodes are alive"),
+        click.option("--cpus-per-node", type=int, help="CPUs that Ray may use on each node"),
+        click.option("--gpus-per-node", type=int, help="GPUs on each node"),
+        click.option("--memory-per-node", metavar="SIZE", help="memory that Ray may use on each node, e.g. 50G"),
+        click.option("--object-store", metavar="SIZE", help="object store on each node, e.g. 10G"),
+        click.option("--time", metavar="TIME", help="how long the cluster may live, e.g. 4:00:00"),
+        click.option("--idle-timeout", metavar="TIME", help="end it after so long without work, e.g. 60m"),
+        click.option("--setup", multiple=True, metavar="LINE", help="shell line that runs first on every node"),
+        click.option("--ray-version", help="the Ray version that must be there"),
+        click.option("--venv", metavar="FOLDER", help="virtual environment of the nodes"),
+        click.option("--conda", metavar="NAME", help="conda environment of the nodes"),
+        click.option("--container", metavar="IMAGE", help="Apptainer image of the nodes"),
+        click.option("--interface", metavar="NAME|CIDR", help="network interface of the nodes"),
+        click.option("--port-offset", type=int, metavar="N", help="take ports from 20000+N on, instead of free ones"),
+        click.option("--labels", metavar="K=V,…", help="Ray labels of every node"),
+        click.option("--dry-run", is_flag=True, help="print the files and commands, run nothing"),
+    ]
+    for option in reversed(options):
+        function = option(function)
+    return function
+
+
+def read_config(values: dict[str, Any], file: Path | None, **more: Any) -> Config:
+    """The spec from the file, the environment and the flags."""
+    from heliostat import backends, config
+
+    flags = {KEYS[key]: value for key, value in values.items() if key in KEYS and value not in (None, ())}
+    if "labels" in flags:
+        flags["labels"] = _pairs(flags["labels"].split(","), "--labels")
+    if "environment.setup" in flags:
+        flags["environment.setup"] = list(flags["environment.setup"])
+    return config.load(backends.names(), file=file, flags={**flags, **more}, look_in=Path.cwd())
+
+
+def _pairs(words: Sequence[str], option: str) -> dict[str, str]:
+    found = {}
+    for word in words:
+        key, sign, value = word.partition("=")
+        if not sign or not key:
+            raise UsageError(f"`{option}` takes KEY=VALUE, not `{word}`", hint=f"{option} kind=gpu")
+        found[key] = value
+    return found
+
+
+def pairs(words: Sequence[str], option: str) -> dict[str, str]:
+    """K=V words of a repeatable option."""
+    return _pairs(words, option)
+
+
+def command_words(words: Sequence[str], site_takes_options: bool = False) -> tuple[list[str], list[str]]:
+    """Splits what follows our own options: (options for the scheduler, the command).
+
+    The command begins at `--`, or at the first word that is a Python file. A long option before it that is not ours is
+    the scheduler's; a site without a scheduler has none."""
+    if "--" in words:
+        cut = list(words).index("--")
+        native, command = list(words[:cut]), list(words[cut + 1 :])
+    else:
+        cut = next((i for i, word in enumerate(words) if not word.startswith("-")), len(words))
+        cut = next((i for i, word in enumerate(words) if word.endswith(".py") and not word.startswith("-")), cut)
+        native, command = list(words[:cut]), list(words[cut:])
+    if native and not site_takes_options:
+        raise UsageError(
+            f"no such option: `{native[0]}`",
+            because="this site has no scheduler to pass it to",
+            hint="heliostat run --help; arguments of a script go after it, a command goes after `--`",
+        )
+    return native, command

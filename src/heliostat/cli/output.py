@@ -1,0 +1,158 @@
+"""The voice: events become lines, JSON, or a live line on a terminal. stderr talks, stdout is data."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from heliostat.errors import HeliostatError
+
+if TYPE_CHECKING:
+    from heliostat.lifecycle import Event
+
+_COLOURS = {"error": "31", "hint": "36", "ok": "32", "warn": "33", "fail": "31", "dim": "2", "bold": "1"}
+_STATE_COLOURS = {"ready": "ok", "failed": "fail", "lost": "fail", "partial": "warn", "stopping": "dim", "unknown": "warn"}
+PROGRESS_AFTER_S = 1.0  # what takes less needs no words
+PLAIN_EVERY_S = 10.0  # without a terminal, a waiting line that often
+
+
+class Output:
+    """One command's way to the person. Made from the raw arguments, since a wrong option must be told in JSON too."""
+
+    def __init__(self, arguments: Sequence[str] = ()) -> None:
+        own = list(arguments)[: list(arguments).index("--")] if "--" in arguments else list(arguments)
+        self.json = "--json" in own
+        self.quiet = "-q" in own or "--quiet" in own
+        self.verbose = "-v" in own or "--verbose" in own
+        self.debug = "--debug" in own or bool(os.environ.get("HELIOSTAT_DEBUG"))
+        self.live = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+        self.began = time.monotonic()
+        self._line = ""
+        self._told = time.monotonic()
+        self._last: tuple[str, float] = ("", time.monotonic())
+
+    # -- words
+
+    def colour(self, text: str, role: str, stream: Any = None) -> str:
+        stream = stream or sys.stderr
+        if os.environ.get("NO_COLOR") or not stream.isatty() or role not in _COLOURS:
+            return text
+        return f"\x1b[{_COLOURS[role]}m{text}\x1b[0m"
+
+    def state(self, state: str, stream: Any = None) -> str:
+        return self.colour(state, _STATE_COLOURS.get(state.lower(), ""), stream)
+
+    def say(self, text: str) -> None:
+        """One line to the person."""
+        if not self.quiet:
+            self._clear()
+            sys.stderr.write(text + "\n")
+            sys.stderr.flush()
+
+    def data(self, text: str) -> None:
+        """What the command is for, to stdout."""
+        self._clear()
+        sys.stdout.write(text if text.endswith("\n") else text + "\n")
+        sys.stdout.flush()
+
+    def raw(self, stream: str, chunk: bytes) -> None:
+        """Output of the user's own program, byte for byte. With --json, stdout is ours: it goes to stderr."""
+        self._clear()
+        target = sys.stdout if stream == "out" and not self.json else sys.stderr
+        target.buffer.write(chunk)
+        target.buffer.flush()
+
+    def document(self, value: dict[str, Any]) -> None:
+        self.data(json.dumps({"schema": 1, **value}, indent=2, default=str))
+
+    def flush(self) -> None:
+        self._clear()
+        sys.stdout.flush()
+
+    def error(self, error: HeliostatError) -> int:
+        self._clear()
+        if self.json:
+            self.document({"error": error.fields()})
+        else:
+            for name in ("error", "because", "saw", "hint"):
+                text = error.what if name == "error" else getattr(error, name)
+                if text:
+                    one_line = " ".join(str(text).split())
+                    sys.stderr.write(f"{self.colour(name + ':', name)} {one_line}\n")
+            sys.stderr.flush()
+        return error.exit_code
+
+    # -- events
+
+    def emit(self, event: Event) -> None:
+        if event.kind == "progress":
+            self._progress(event)
+        elif event.kind == "move":
+            reason = event.detail.get("reason") or ""
+            if event.text in ("STARTING", "ALLOCATED", "REQUESTED") and not self.verbose:
+                return
+            self.say(f"{event.node}: {self.state(event.text.lower())}" + (f" ({reason})" if reason else "") + self._age())
+        elif event.kind == "note":
+            self.say(event.text)
+        elif self.verbose:
+            self.say(event.text)
+
+    def _age(self) -> str:
+        return self.colour(f"  {time.monotonic() - self.began:.1f} s", "dim")
+
+    def _progress(self, event: Event) -> None:
+        """A line that is rewritten on a terminal, and said now and then elsewhere; only after a second of waiting."""
+        if self.quiet or time.monotonic() - self.began < PROGRESS_AFTER_S:
+            return
+        text = _amounts(event)
+        if text != self._last[0]:
+            self._last = (text, time.monotonic())
+        age = time.monotonic() - self.began
+        if self.live and not self.json:
+            self._clear()
+            width = max(20, _width() - 1)
+            self._line = f"{text} … {age:.0f} s"[:width]
+            sys.stderr.write(self._line)
+            sys.stderr.flush()
+        elif time.monotonic() - self._told > PLAIN_EVERY_S:
+            self._told = time.monotonic()
+            sys.stderr.write(f"{text} … {age:.0f} s\n")
+            sys.stderr.flush()
+
+    def _clear(self) -> None:
+        if self._line:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
+            self._line = ""
+
+
+def _width() -> int:
+    try:
+        return os.get_terminal_size(sys.stderr.fileno()).columns
+    except OSError:
+        return 80
+
+
+def _amounts(event: Event) -> str:
+    if "bytes" not in event.detail:
+        return event.text
+    from heliostat.units import format_bytes
+
+    return f"{event.text} {format_bytes(event.detail['bytes'])} of {format_bytes(event.detail['of_bytes'])}"
+
+
+def table(rows: Sequence[Sequence[str]], header: Sequence[str]) -> str:
+    """Plain columns, for people and for `awk`; no borders, no colour needed to read it."""
+    cells = [list(header), *[[str(cell) for cell in row] for row in rows]]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells)
+
+
+def ago(moment: float | None) -> str:
+    from heliostat.units import format_duration
+
+    return format_duration(max(0.0, time.time() - moment)) if moment else "-"

@@ -1,0 +1,23 @@
+"""`heliostat restart`"""
+
+from __future__ import annotations
+
+import click
+
+from heliostat.cli.options import CLUSTER, common
+from heliostat.cli.output import Output
+from heliostat.cli.up import banner, summary
+from heliostat.lifecycle import Lifecycle
+
+
+@click.command()
+@click.argument("cluster", type=CLUSTER)
+@common
+@click.pass_obj
+def command(out: Output, cluster: str) -> None:
+    """Ends a cluster and starts it anew, as it was asked for. It gets a new token and new ports."""
+    view = Lifecycle(emit=out.emit).restart(cluster)
+    if out.json:
+        return out.document(summary(view))
+    banner(out, view)
+    out.data(view.address or "")

@@ -1,0 +1,115 @@
+"""`heliostat run`"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from heliostat.cli.options import cluster_options, command_words, common, read_config
+from heliostat.cli.output import Output
+from heliostat.errors import UsageError
+from heliostat.lifecycle import Lifecycle
+from heliostat.script import quote
+
+
+@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.option("--cluster", metavar="NAME", help="use this running cluster instead of a new one")
+@click.option("--detach", is_flag=True, help="return once it is submitted; `logs -f` shows its output")
+@cluster_options
+@common
+@click.argument("words", metavar="SCRIPT.py [ARGS…] | -- COMMAND…", nargs=-1, type=click.UNPROCESSED)
+@click.pass_obj
+def command(
+    out: Output, words: tuple[str, ...], cluster: str | None, detach: bool, file: Path | None, dry_run: bool, **values: Any
+) -> int | None:
+    """Starts a cluster, runs the script on its head when all nodes are there, streams its output, releases everything.
+
+    Exits with the script's exit code."""
+    argv = script_command(words)
+    life = Lifecycle(emit=out.emit)
+    if cluster:
+        return run_on(out, life, cluster, argv, detach, dry_run)
+    fresh = {} if values.get("name") else {"name": f"run-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}"}
+    config = read_config(values, file, **fresh)
+    what = {"argv": argv, "cwd": os.getcwd(), "text": quote(argv)}
+    if dry_run:
+        from heliostat.cli.dryrun import show
+
+        show(out, life, config, what)
+        return None
+    code = life.run(config.spec, what, out.raw, detach=detach)
+    if detach:
+        name = config.spec.cluster_name
+        out.say(f"`{name}` is on its way; heliostat logs {name} run -f")
+        out.document({"name": name, "job": "run"}) if out.json else out.data(name)
+        return 0
+    if out.json:
+        out.document({"name": config.spec.cluster_name, "exit_code": code})
+    return code
+
+
+def script_command(words: tuple[str, ...]) -> list[str]:
+    """The command's words; a Python file runs by the Python that runs us. Bad scripts are told before anything starts."""
+    _, found = command_words(words)
+    if not found:
+        raise UsageError("there is no script to run", hint="heliostat run script.py, or heliostat run -- COMMAND")
+    if "--" in words or not found[0].endswith(".py"):
+        if "--" not in words and not _exists(found[0]):
+            raise UsageError(
+                f"`{found[0]}` is not a Python file that is here", because=f"looked in {os.getcwd()}", hint="heliostat run -- COMMAND"
+            )
+        return found
+    check_script(found[0])
+    return [sys.executable, found[0], *found[1:]]
+
+
+def _exists(word: str) -> bool:
+    import shutil
+
+    return shutil.which(word) is not None
+
+
+def check_script(name: str) -> None:
+    path = Path(name)
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        raise UsageError(f"there is no script `{name}`", because=f"looked in {os.getcwd()}", hint=_like(path)) from None
+    except OSError as error:
+        raise UsageError(f"could not read `{name}`", because=error.strerror or str(error)) from None
+    if stat.S_ISDIR(mode):
+        raise UsageError(f"`{name}` is a folder, not a script", hint=f"heliostat run {name}/SCRIPT.py")
+    if not os.access(path, os.R_OK):
+        raise UsageError(f"could not read `{name}`", because="permission denied", hint=f"chmod u+r {quote([name])}")
+
+
+def _like(path: Path) -> str:
+    import difflib
+
+    try:
+        here = [entry.name for entry in os.scandir(path.parent) if entry.name.endswith(".py")]
+    except OSError:
+        here = []
+    near = difflib.get_close_matches(path.name, here, n=1)
+    return f"did you mean `{path.parent / near[0]}`?" if near else "heliostat run SCRIPT.py"
+
+
+def run_on(out: Output, life: Lifecycle, cluster: str, argv: list[str], detach: bool, dry_run: bool) -> int | None:
+    """On a cluster that runs already: a job there, in this folder."""
+    if dry_run:
+        out.data(f"# submits to `{cluster}`:\n{quote(argv)}")
+        return None
+    from heliostat.cli.submit import follow
+
+    job = life.submit(cluster, argv, here=True)
+    if detach:
+        out.document({"name": cluster, "job": job}) if out.json else out.data(job)
+        return 0
+    return follow(out, life, cluster, job)

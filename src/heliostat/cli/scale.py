@@ -1,0 +1,29 @@
+"""`heliostat scale`"""
+
+from __future__ import annotations
+
+import click
+
+from heliostat.cli.options import CLUSTER, common
+from heliostat.cli.output import Output
+from heliostat.cli.up import summary
+from heliostat.lifecycle import Lifecycle
+
+
+@click.command()
+@click.argument("cluster", type=CLUSTER)
+@click.argument("workers", metavar="N", type=click.IntRange(0, 100_000))
+@click.option("--dry-run", is_flag=True, help="say what would change, change nothing")
+@common
+@click.pass_obj
+def command(out: Output, cluster: str, workers: int, dry_run: bool) -> None:
+    """So many worker nodes, besides the head, now. Nodes that leave are drained first."""
+    life = Lifecycle(emit=out.emit)
+    if dry_run:
+        view = life.find(cluster)
+        now = sum(node.role == "worker" for node in view.record.nodes.values())
+        if out.json:
+            return out.document({"name": cluster, "workers": now, "wanted": workers})
+        return out.data(f"# {cluster}: {now} workers now, {workers} wanted")
+    view = life.scale(cluster, workers)
+    out.document(summary(view)) if out.json else out.say(f"`{cluster}` has {view.alive()} nodes")

@@ -1,0 +1,23 @@
+"""`heliostat schema`"""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from heliostat.cli.options import common
+from heliostat.cli.output import Output
+
+
+@click.command()
+@common
+@click.pass_obj
+def command(out: Output) -> None:
+    """Prints the JSON Schema of heliostat.yaml, for editors and checkers."""
+    from pydantic import TypeAdapter
+
+    from heliostat import backends, config
+
+    tables = {site: TypeAdapter(backends.load(site).Options).json_schema() for site in backends.names()}
+    out.data(json.dumps(config.schema(tables), indent=2))

@@ -1,0 +1,113 @@
+"""`heliostat status`"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import click
+
+from heliostat.cli.options import CLUSTER, common
+from heliostat.cli.output import Output, ago, table
+from heliostat.errors import NotFoundError
+from heliostat.lifecycle import Lifecycle
+from heliostat.units import format_bytes, format_duration
+
+
+@click.command()
+@click.argument("cluster", type=CLUSTER, required=False)
+@click.option("--watch", is_flag=True, help="show it anew every two seconds, until Ctrl-C")
+@common
+@click.pass_obj
+def command(out: Output, cluster: str | None, watch: bool) -> None:
+    """Shows the nodes with their state and reason, used/total of each resource, GPUs, jobs, time left, idle time."""
+    life = Lifecycle()
+    name = cluster or only_one(life)
+    if watch and not out.json:
+        return show_live(life, name, out)
+    document = life.status(name)
+    out.document(document) if out.json else out.data(render(document, out))
+
+
+def only_one(life: Lifecycle) -> str:
+    """The cluster that is meant when none is named."""
+    names = life.store.names()
+    if len(names) == 1:
+        return names[0]
+    if not names:
+        raise NotFoundError("there is no cluster", hint="heliostat up")
+    raise NotFoundError("which cluster?", because=f"clusters here: {', '.join(names)}", hint=f"heliostat status {names[0]}")
+
+
+def render(status: dict[str, Any], out: Output) -> str:
+    lines = [headline(status)]
+    if status["problem"]:
+        lines.append(f"warning: {status['problem']}")
+    rows = [
+        (n["name"], n["role"], n["state"].lower(), n["ip"] or "-", *_resources(n), n["reason"] or "")
+        for n in status["nodes"]
+    ]
+    lines += ["", table(rows, ("NODE", "ROLE", "STATE", "IP", "CPU", "GPU", "MEMORY", "OBJECTS", "WHY"))]
+    gpus = [(n["name"], i, *_gpu(gpu)) for n in status["nodes"] for i, gpu in enumerate(n["gpus"])]
+    if gpus:
+        lines += ["", table(gpus, ("NODE", "GPU", "MODEL", "USE", "MEMORY", "TEMPERATURE"))]
+    jobs = [
+        (j["id"], j["status"].lower(), "-" if j["seconds"] is None else format_duration(j["seconds"]), (j["entrypoint"] or "")[:60])
+        for j in status["jobs"]
+    ]
+    if jobs:
+        lines += ["", table(jobs, ("JOB", "STATUS", "RAN", "COMMAND"))]
+    return "\n".join(lines)
+
+
+def headline(status: dict[str, Any]) -> str:
+    parts = [f"{status['name']} on {status['site']}: {status['state']}", f"up {ago(status['started'])}"]
+    if status["ray_version"]:
+        parts.append(f"Ray {status['ray_version']} at {status['address']}")
+    if status["time_left_s"] is not None:
+        parts.append(f"{format_duration(max(0, status['time_left_s']))} left")
+    if status["idle_s"] is not None and status["idle_s"] >= 1:
+        parts.append(f"idle for {format_duration(status['idle_s'])}")
+    return ", ".join(parts)
+
+
+def _resources(node: dict[str, Any]) -> tuple[str, str, str, str]:
+    """used/total of what everybody asks for."""
+
+    def pair(name: str, show: Any) -> str:
+        found = node["resources"].get(name)
+        return f"{show(found[0])}/{show(found[1])}" if found else "-"
+
+    def number(value: float) -> str:
+        return f"{value:g}"
+
+    def size(value: float) -> str:
+        return format_bytes(value).replace(" ", "")
+
+    return pair("CPU", number), pair("GPU", number), pair("memory", size), pair("object_store_memory", size)
+
+
+def _gpu(gpu: dict[str, Any]) -> tuple[str, str, str, str]:
+    def shown(value: Any, unit: str) -> str:
+        return "-" if value is None else f"{value:g} {unit}"
+
+    memory = "-" if gpu["memory_total"] is None else f"{gpu['memory_used']}/{gpu['memory_total']} MiB"
+    return gpu["name"] or "-", shown(gpu["utilization"], "%"), memory, shown(gpu["temperature"], "°C")
+
+
+def show_live(life: Lifecycle, name: str, out: Output) -> None:
+    """A view that is drawn anew in place; on something that is no terminal, one after the other."""
+    import sys
+
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
+    if not sys.stdout.isatty():
+        while True:
+            out.data(render(life.status(name), out) + "\n")
+            time.sleep(2)
+    with Live(console=Console(), screen=True, auto_refresh=False) as live:
+        while True:
+            live.update(Text(render(life.status(name), out)), refresh=True)
+            time.sleep(2)

@@ -1,0 +1,72 @@
+"""`heliostat up`"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from heliostat.cli.options import cluster_options, common, read_config
+from heliostat.cli.output import Output
+from heliostat.errors import UsageError
+from heliostat.lifecycle import Lifecycle, View
+
+
+@click.command()
+@click.argument("path", metavar="[FILE]", required=False, type=click.Path(path_type=Path))
+@click.option("--no-wait", is_flag=True, help="return once it is asked for")
+@cluster_options
+@common
+@click.pass_obj
+def command(out: Output, path: Path | None, file: Path | None, no_wait: bool, dry_run: bool, **values: Any) -> None:
+    """Starts a cluster and returns when it is ready. Prints the Ray address."""
+    if path and file:
+        raise UsageError(f"two files are given: `{path}` and `{file}`", hint="keep one of them")
+    config = read_config(values, path or file)
+    life = Lifecycle(emit=out.emit)
+    if dry_run:
+        from heliostat.cli.dryrun import show
+
+        return show(out, life, config)
+    name = config.spec.cluster_name
+    known = life.store.find(name)
+    was_ready = known is not None and life.look(known).address is not None
+    view = life.up(config.spec, wait=not no_wait)
+    if out.json:
+        return out.document(summary(view))
+    if no_wait:
+        return out.say(f"`{name}` is asked for; heliostat status {name}")
+    if was_ready:
+        out.say(f"`{name}` is up already, with {view.alive()} nodes")
+    else:
+        banner(out, view)
+    out.data(view.address or "")
+
+
+def summary(view: View) -> dict[str, Any]:
+    connection = view.folder.connection() or {}
+    return {
+        "name": view.record.name,
+        "site": view.record.site,
+        "state": str(view.state),
+        "address": view.address,
+        "dashboard_port": connection.get("dashboard_port"),
+        "nodes": len(view.record.nodes),
+        "alive": view.alive(),
+        "folder": str(view.folder.path),
+    }
+
+
+def banner(out: Output, view: View) -> None:
+    """What next, in commands that work as they stand."""
+    name = view.record.name
+    nodes = view.alive()
+    out.say(f"`{name}` is {out.state(str(view.state))}: {nodes} node{'s' if nodes != 1 else ''}")
+    for what, line in (
+        ("run a job", f"heliostat submit {name} --wait -- python script.py"),
+        ("use it here", f'eval "$(heliostat env {name})"'),
+        ("dashboard", f"heliostat dashboard {name}"),
+        ("give it back", f"heliostat down {name}"),
+    ):
+        out.say(f"  {what + ':':<13} {line}")

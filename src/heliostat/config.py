@@ -1,0 +1,235 @@
+"""Defaults < file < environment < flags -> ClusterSpec, remembering where each value came from."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from heliostat.errors import UsageError
+from heliostat.spec import ClusterSpec
+
+FILE = "heliostat.yaml"
+LARGEST_FILE = 256 * 1024
+LARGEST_TREE = 20_000  # values; a file of aliases to aliases is small and enormous at once
+
+# variables that users of other launchers have in their scripts; the object store was in GB there
+_KNOWN_ENVIRONMENT = {"USER_PORT_OFFSET": "network.port_offset", "RAY_OBJECT_STORE": "object_store"}
+_PREFIX = "HELIOSTAT_"
+_NOT_KEYS = {"HOME", "DEBUG", "NODE", "CLUSTER", "CONFIG"}
+
+
+@dataclass(frozen=True)
+class Config:
+    """A checked spec, and for each value that is not a default its origin: dotted key -> words."""
+
+    spec: ClusterSpec
+    origins: Mapping[str, str]
+
+
+def load(
+    sites: Iterable[str],
+    *,
+    file: Path | None = None,
+    environ: Mapping[str, str] = os.environ,
+    flags: Mapping[str, Any] | None = None,
+    look_in: Path | None = None,
+) -> Config:
+    """`sites`: the names whose tables the file may hold. `flags`: dotted key -> value; None means not given.
+    `file` None: `heliostat.yaml` of the folder `look_in`, where there is one."""
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    if file is None and look_in is not None and (look_in / FILE).is_file():
+        file = look_in / FILE
+    if file is not None:
+        _merge(values, origins, *_read(file))
+    for key, value, origin in _environment(environ):
+        _put(values, origins, key, value, origin)
+    for key, value in (flags or {}).items():
+        if value is not None:
+            _put(values, origins, key, value, f"--{key.rpartition('.')[2].replace('_', '-')}")
+    return Config(check(values, origins, sorted(sites)), origins)
+
+
+def check(values: Mapping[str, Any], origins: Mapping[str, str], sites: list[str]) -> ClusterSpec:
+    """The spec, or a UsageError that names the first wrong key, where it stands, and what it could be."""
+    tables = {key: value for key, value in values.items() if key in sites}
+    for site, table in tables.items():
+        if not isinstance(table, dict):
+            raise UsageError(f"`{site}` is not a table", because=_at(origins, site), hint=f"{site}: {{key: value}}")
+    plain = {key: value for key, value in values.items() if key not in sites}
+    try:
+        spec = ClusterSpec.model_validate({**plain, "sites": tables})
+    except ValidationError as error:
+        raise explain(error, ClusterSpec, origins, extra_keys=sites) from None
+    if spec.on not in sites:
+        near = difflib.get_close_matches(spec.on, sites, n=1)
+        raise UsageError(
+            f"there is no site `{spec.on}`",
+            because=f"sites here: {', '.join(sites)}" + _where(origins, "on"),
+            hint=f"--on {near[0] if near else sites[0]}",
+        )
+    return spec
+
+
+def explain(
+    error: ValidationError, model: type[BaseModel], origins: Mapping[str, str], *, prefix: str = "", extra_keys: Iterable[str] = ()
+) -> UsageError:
+    """pydantic's list of findings -> our four lines, about the first of them."""
+    findings = error.errors()
+    first = findings[0]
+    path = [str(part) for part in first["loc"]]
+    key = ".".join([*([prefix] if prefix else []), *path])
+    more = f" (and {len(findings) - 1} more)" if len(findings) > 1 else ""
+    if first["type"] == "extra_forbidden":
+        known = [*_keys(model, path[:-1]), *(extra_keys if len(path) == 1 else ())]
+        near = difflib.get_close_matches(path[-1], known, n=1, cutoff=0.5)
+        hint = f"did you mean `{near[0]}`?" if near else f"known keys: {', '.join(sorted(known))}"
+        return UsageError(f"unknown key `{key[:80]}`{more}", because=_at(origins, key), hint=hint)
+    words = first["msg"].removeprefix("Value error, ")
+    shown = repr(first.get("input"))
+    value = f"`{shown[:80]}`: " if first["type"] != "value_error" and len(path) else ""
+    what = f"`{key}` cannot be used{more}" if key else f"the cluster cannot be used{more}"
+    return UsageError(what, because=f"{value}{words}"[:300] + _where(origins, key), hint="heliostat schema")
+
+
+def _keys(model: type[BaseModel], path: list[str]) -> list[str]:
+    """The keys that a table of the spec may have."""
+    for part in path:
+        annotation = model.model_fields[part].annotation if part in model.model_fields else None
+        found = [m for m in _models(annotation)]
+        if not found and annotation is None:  # a group's own name, an index of a list
+            continue
+        if found:
+            model = found[0]
+    return [name for name in model.model_fields if name != "sites"]
+
+
+def _models(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [m for part in getattr(annotation, "__args__", ()) for m in _models(part)]
+
+
+def _at(origins: Mapping[str, str], key: str) -> str:
+    return _where(origins, key).strip(" ()")
+
+
+def _where(origins: Mapping[str, str], key: str) -> str:
+    while key:
+        if key in origins:
+            return f" (from {origins[key]})"
+        key = key.rpartition(".")[0]
+    return ""
+
+
+def _environment(environ: Mapping[str, str]) -> Iterable[tuple[str, Any, str]]:
+    for name, key in _KNOWN_ENVIRONMENT.items():
+        if environ.get(name):
+            value = environ[name]
+            yield key, f"{value}G" if name == "RAY_OBJECT_STORE" and value.isdigit() else value, f"${name}"
+    for name, text in sorted(environ.items()):
+        if name.startswith(_PREFIX) and name.removeprefix(_PREFIX) not in _NOT_KEYS and text:
+            key = name.removeprefix(_PREFIX).lower().replace("__", ".")
+            if key.partition(".")[0] in ClusterSpec.model_fields:
+                yield key, text, f"${name}"
+
+
+def _put(values: dict[str, Any], origins: dict[str, str], key: str, value: Any, origin: str) -> None:
+    *tables, last = key.split(".")
+    for table in tables:
+        inner = values.setdefault(table, {})
+        if not isinstance(inner, dict):  # `head: platinum` in the file, `head.work` by a flag
+            inner = values[table] = {"host": inner} if table == "head" else {}
+        values = inner
+    values[last] = value
+    origins[key] = origin
+
+
+def _merge(values: dict[str, Any], origins: dict[str, str], more: Mapping[str, Any], where: Mapping[str, str]) -> None:
+    values.update(more)
+    origins.update(where)
+
+
+def _read(file: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """The file's values, and the line of each."""
+    try:
+        data = file.read_bytes()
+    except OSError as error:
+        raise UsageError(
+            f"could not read `{file}`", because=error.strerror or str(error), hint="heliostat up --on local"
+        ) from None
+    if len(data) > LARGEST_FILE:
+        raise UsageError(f"`{file}` is too large", because=f"{len(data)} bytes; {LARGEST_FILE} are the most")
+    try:
+        text = data.decode()
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        words = " ".join(str(error).split())[:300]
+        raise UsageError(f"`{file}` is not YAML", because=words, hint="heliostat schema") from None
+    if root is None:
+        return {}, {}
+    if not isinstance(root, yaml.MappingNode):
+        raise UsageError(f"`{file}` is not a table of keys", because="its first line should be, say, `name: lab`")
+    reader = _Reader(file.name)
+    try:
+        values = reader.read(root, "")
+    except RecursionError:
+        raise UsageError(f"`{file}` is too deep", because="tables in tables in tables") from None
+    return values, reader.origins
+
+
+class _Reader:
+    """YAML nodes -> plain values, noting lines. Refuses keys that are given twice, which YAML lets pass."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.origins, self.count = name, {}, 0  # type: str, dict[str, str], int
+        self.constructor = yaml.SafeLoader("")
+
+    def read(self, node: yaml.Node, key: str) -> Any:
+        self.count += 1
+        if self.count > LARGEST_TREE:
+            raise UsageError(f"`{self.name}` is too large", because=f"more than {LARGEST_TREE} values")
+        line = f"{self.name} line {node.start_mark.line + 1}"
+        if isinstance(node, yaml.MappingNode):
+            table: dict[str, Any] = {}
+            for key_node, value_node in node.value:
+                name = str(key_node.value) if isinstance(key_node, yaml.ScalarNode) else "?"
+                if name in table:
+                    where = f"{self.name} line {key_node.start_mark.line + 1}"
+                    raise UsageError(f"`{name[:80]}` is given twice", because=where, hint="keep one of them")
+                inner = f"{key}.{name}" if key else name
+                self.origins[inner] = f"{self.name} line {key_node.start_mark.line + 1}"
+                table[name] = self.read(value_node, inner)
+            return table
+        if isinstance(node, yaml.SequenceNode):
+            return [self.read(item, f"{key}.{i}") for i, item in enumerate(node.value)]
+        self.origins.setdefault(key, line)
+        # YAML reads 4:00:00 as a number in base 60, which is not what anybody who writes it means
+        if node.tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float") and ":" in node.value:
+            return node.value
+        if node.tag == "tag:yaml.org,2002:timestamp":
+            return node.value
+        try:
+            return self.constructor.construct_object(node)  # type: ignore[no-untyped-call]
+        except yaml.YAMLError as error:
+            raise UsageError(f"`{key}` is not a plain value", because=" ".join(str(error).split())[:200]) from None
+
+
+def schema(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The JSON Schema of the file; `tables`: the schema of each site's own table."""
+    document = ClusterSpec.model_json_schema()
+    properties = document["properties"]
+    properties.pop("sites", None)
+    properties["head"] = {"anyOf": [{"type": "string"}, {"$ref": "#/$defs/Head"}]}
+    properties["hosts"] = {"type": "array", "items": {"anyOf": [{"type": "string"}, {"$ref": "#/$defs/Host"}]}}
+    properties["on"] = {**properties["on"], "enum": sorted(tables)}
+    for site, table in sorted(tables.items()):
+        properties[site] = dict(table)
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **document, "title": FILE}

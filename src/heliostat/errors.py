@@ -1,0 +1,69 @@
+"""What can go wrong, in the four lines that a person sees.
+
+The library raises these and never prints; the command line turns them into text or JSON.
+"""
+
+from __future__ import annotations
+
+
+class HeliostatError(Exception):
+    """One thing that could not be done.
+
+    what: what could not be done. because: the other party's words, verbatim. saw: the command, its exit
+    code, where the log is. hint: one thing to type.
+    """
+
+    exit_code = 1
+
+    def __init__(
+        self, what: str, *, because: str = "", saw: str = "", hint: str = "", exit_code: int | None = None
+    ) -> None:
+        super().__init__(what)
+        self.what = what
+        self.because = because
+        self.saw = saw
+        self.hint = hint
+        if exit_code is not None:
+            self.exit_code = exit_code
+
+    def __str__(self) -> str:
+        return self.what + (f" ({self.because})" if self.because else "")
+
+    def fields(self) -> dict[str, str | int]:
+        return {
+            "what": self.what,
+            "because": self.because,
+            "saw": self.saw,
+            "hint": self.hint,
+            "exit_code": self.exit_code,
+        }
+
+
+class UsageError(HeliostatError):
+    """The command or the file is wrong; nothing was started."""
+
+    exit_code = 2
+
+
+class PartlyDone(HeliostatError):
+    """Some of it was done; the record says what."""
+
+    exit_code = 3
+
+
+class DeadlineError(HeliostatError):
+    """A deadline passed; the record is intact."""
+
+    exit_code = 4
+
+
+class NotFoundError(HeliostatError):
+    """No such cluster or job."""
+
+    exit_code = 5
+
+
+class Interrupted(HeliostatError):
+    """The person pressed Ctrl-C; the record is intact and `down` works."""
+
+    exit_code = 130

@@ -1,0 +1,320 @@
+"""The only file that talks to a head: Ray's dashboard and Jobs API over HTTP. Never imports Ray."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import queue
+import re
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlencode
+
+from heliostat.errors import HeliostatError, NotFoundError
+from heliostat.units import parse_bytes
+
+FINAL = frozenset({"SUCCEEDED", "FAILED", "STOPPED"})
+_USED = re.compile(r"^([\d.]+)(B|KiB|MiB|GiB|TiB)?/([\d.]+)(B|KiB|MiB|GiB|TiB)? (\S+)")
+
+
+class NoAnswer(HeliostatError):
+    """The head's dashboard does not answer; the cluster may still live."""
+
+
+class RayApi:
+    """One head. `token` None: the cluster has no authentication."""
+
+    def __init__(self, host: str, port: int, token: str | None, *, name: str = "") -> None:
+        self.host, self.port, self.token, self.name = host, port, token, name
+
+    def _connect(self, timeout: float) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection(self.host, self.port, timeout=timeout)
+
+    def _headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.token}"} if self.token else {}
+
+    def _call(self, method: str, path: str, body: Any = None, *, timeout: float = 30.0) -> tuple[int, bytes]:
+        connection = self._connect(timeout)
+        headers = self._headers()
+        data = body
+        if body is not None and not isinstance(body, (bytes, _Upload)):
+            data, headers["Content-Type"] = json.dumps(body).encode(), "application/json"
+        if isinstance(body, _Upload):
+            headers["Content-Length"] = str(body.size)
+        try:
+            connection.request(method, path, body=data, headers=headers)
+            answer = connection.getresponse()
+            status, content = answer.status, answer.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise self._no_answer(error) from None
+        finally:
+            connection.close()
+        if status in (401, 403):
+            raise HeliostatError(
+                f"the cluster `{self.name}` does not let us in",
+                because=content.decode("utf-8", "replace")[:200],
+                saw=f"{method} {path} answered {status}",
+                hint=f"heliostat doctor {self.name}",
+            )
+        return status, content
+
+    def _no_answer(self, error: Exception) -> NoAnswer:
+        return NoAnswer(
+            f"the dashboard of `{self.name}` does not answer",
+            because=str(error) or type(error).__name__,
+            saw=f"http://{self.host}:{self.port}",
+            hint=f"heliostat status {self.name}",
+        )
+
+    def _get(self, path: str, *, timeout: float = 30.0) -> Any:
+        status, content = self._call("GET", path, timeout=timeout)
+        if status != 200:
+            raise self._refused(f"GET {path}", status, content)
+        try:
+            return json.loads(content)
+        except ValueError as error:
+            raise self._no_answer(error) from None
+
+    def _refused(self, what: str, status: int, content: bytes) -> HeliostatError:
+        words = [line for line in content.decode("utf-8", "replace").strip().splitlines() if line.strip()]
+        return HeliostatError(
+            f"Ray on `{self.name}` said no", because=words[-1][:400] if words else "", saw=f"{what} answered {status}"
+        )
+
+    # -- nodes
+
+    def nodes(self) -> list[dict[str, Any]]:
+        """Alive nodes: name, ip, id, is_head, resources {name: [used, total]}, gpus."""
+        data = self._get("/nodes?view=summary")["data"]
+        used = data.get("nodeLogicalResources") or {}
+        found = []
+        for node in data["summary"]:
+            raylet = node.get("raylet") or {}
+            if raylet.get("state") != "ALIVE":
+                continue
+            resources = _totals(raylet.get("resourcesTotal") or {})
+            for name, pair in _usage(used.get(raylet.get("nodeId"), "")).items():
+                resources[name] = [pair[0], resources.get(name, pair)[1]]
+            found.append(
+                {
+                    "name": raylet.get("nodeName"),
+                    "id": raylet.get("nodeId"),
+                    "ip": raylet.get("nodeManagerAddress"),
+                    "is_head": bool(raylet.get("isHeadNode")),
+                    "resources": resources,
+                    "gpus": [_gpu(gpu) for gpu in node.get("gpus") or []],
+                }
+            )
+        return found
+
+    # -- jobs
+
+    def jobs(self) -> list[dict[str, Any]]:
+        """Every job, newest first: id, status, entrypoint, started, seconds, exit_code, kind."""
+        return sorted((_job(item) for item in self._get("/api/jobs/")), key=lambda j: -(j["started"] or 0))
+
+    def job(self, job_id: str) -> dict[str, Any]:
+        status, content = self._call("GET", f"/api/jobs/{quote(job_id, safe='')}")
+        if status == 404:
+            raise NotFoundError(
+                f"there is no job `{job_id}` on `{self.name}`",
+                because=content.decode("utf-8", "replace").strip()[:200],
+                hint=f"heliostat jobs {self.name}",
+            )
+        if status != 200:
+            raise self._refused(f"GET job {job_id}", status, content)
+        return _job(json.loads(content))
+
+    def submit(self, entrypoint: str, job_id: str, runtime_env: dict[str, Any]) -> str:
+        """Hands a job to Ray. Waits a little for a head whose job agent is not up yet: it has no effect before."""
+        request = {"entrypoint": entrypoint, "submission_id": job_id, "runtime_env": runtime_env}
+        deadline = time.monotonic() + 60
+        while True:
+            status, content = self._call("POST", "/api/jobs/", request, timeout=120)
+            if status == 200:
+                return str(json.loads(content)["submission_id"])
+            if b"No available agent" in content and time.monotonic() < deadline:
+                time.sleep(0.2)
+                continue
+            raise self._refused("submit", status, content)
+
+    def stop(self, job_id: str) -> bool:
+        """Asks Ray to stop the job; False: it had ended already."""
+        self.job(job_id)
+        status, content = self._call("POST", f"/api/jobs/{quote(job_id, safe='')}/stop", b"")
+        if status != 200:
+            raise self._refused("stop", status, content)
+        return bool(json.loads(content).get("stopped"))
+
+    def has_package(self, name: str) -> bool:
+        return self._call("GET", f"/api/packages/gcs/{quote(name)}")[0] == 200
+
+    def upload(self, name: str, path: Path, progress: Any = None) -> None:
+        """Puts a zip where the nodes of the cluster find it; progress(sent, total) in bytes."""
+        with open(path, "rb") as stream:
+            body = _Upload(stream, path.stat().st_size, progress)
+            status, content = self._call("PUT", f"/api/packages/gcs/{quote(name)}", body, timeout=600)
+        if status != 200:
+            raise self._refused("upload", status, content)
+
+    def output(self, job_id: str, *, follow: bool = True) -> Iterator[bytes]:
+        """A job's output from its first byte, as it is written; ends after the last byte of an ended job.
+
+        Ray's own tail looks once a second and may miss what is written in its last second; this reads the raw file
+        through Ray's log service and, when the job has ended, once more to its very end.
+        """
+        job = self.job(job_id)
+        if job["kind"] == "driver":
+            raise HeliostatError(
+                f"Ray keeps no output of `{job_id}`", because="it is a driver that was not started as a job"
+            )
+        seen, asked, pause = 0, time.monotonic(), 0.05
+        reader: _Reader | None = None
+        try:
+            while follow and job["status"] not in FINAL:
+                if job["node_id"] and (reader is None or reader.over):
+                    reader = _Reader(self, job, seen)
+                for chunk in reader.take(pause) if reader else ():
+                    seen += len(chunk)
+                    yield chunk
+                if reader is None or reader.over:
+                    time.sleep(pause)  # the file is not there yet
+                if time.monotonic() - asked >= pause:
+                    job, asked, pause = self.job(job_id), time.monotonic(), min(0.5, pause * 1.3)
+        finally:
+            if reader:
+                reader.close()
+        yield from self._whole(job, seen)
+
+    def _log_query(self, job: dict[str, Any], **more: Any) -> str:
+        name = f"job-driver-{job['id']}.log"
+        return urlencode({"node_id": job["node_id"], "filename": name, "lines": -1, **more})
+
+    def _whole(self, job: dict[str, Any], skip: int) -> Iterator[bytes]:
+        """The file from byte `skip` to its end."""
+        if not job["node_id"]:
+            if job["status"] in FINAL and job["message"] and skip == 0:
+                yield (job["message"].rstrip("\n") + "\n").encode()
+            return
+        connection = self._connect(60)
+        try:
+            connection.request("GET", f"/api/v0/logs/file?{self._log_query(job)}", headers=self._headers())
+            answer = connection.getresponse()
+            while answer.status == 200 and (chunk := answer.read1(1 << 20)):
+                yield from (chunk[skip:],) if len(chunk) > skip else ()
+                skip = max(0, skip - len(chunk))
+        except (OSError, http.client.HTTPException) as error:
+            raise self._no_answer(error) from None
+        finally:
+            connection.close()
+
+
+class _Reader:
+    """Reads a growing log in a thread of its own: a read that waits for the next word must not keep us from asking
+    whether the job has ended."""
+
+    def __init__(self, api: RayApi, job: dict[str, Any], skip: int) -> None:
+        self.chunks: queue.Queue[bytes] = queue.Queue(maxsize=64)
+        self.closed = False
+        self.connection = api._connect(3600)
+        path = f"/api/v0/logs/stream?{api._log_query(job, interval=0.1)}"
+        self.thread = threading.Thread(target=self._read, args=(path, api._headers(), skip), daemon=True)
+        self.thread.start()
+
+    @property
+    def over(self) -> bool:
+        return not self.thread.is_alive() and self.chunks.empty()
+
+    def _read(self, path: str, headers: dict[str, str], skip: int) -> None:
+        with contextlib.suppress(OSError, http.client.HTTPException, AttributeError, ValueError):
+            self.connection.request("GET", path, headers=headers)
+            answer = self.connection.getresponse()
+            while answer.status == 200 and not self.closed and (chunk := answer.read1(1 << 16)):
+                if len(chunk) > skip:
+                    self.chunks.put(chunk[skip:])
+                skip = max(0, skip - len(chunk))
+
+    def take(self, seconds: float) -> Iterator[bytes]:
+        """What has come, waiting so long at most for the first of it."""
+        with contextlib.suppress(queue.Empty):
+            yield self.chunks.get(timeout=seconds)
+            while True:
+                yield self.chunks.get_nowait()
+
+    def close(self) -> None:
+        self.closed = True
+        with contextlib.suppress(queue.Empty):  # a reader that waits for room must see that it is over
+            while True:
+                self.chunks.get_nowait()
+        with contextlib.suppress(OSError, AttributeError):
+            self.connection.sock.shutdown(socket.SHUT_RDWR)
+        self.thread.join(5)
+        self.connection.close()
+
+
+class _Upload:
+    """A file that http.client reads block by block, telling how far it is."""
+
+    def __init__(self, stream: Any, size: int, progress: Any) -> None:
+        self.stream, self.size, self.progress, self.sent = stream, size, progress, 0
+
+    def read(self, amount: int = -1) -> bytes:
+        block: bytes = self.stream.read(max(amount, 1 << 18))
+        self.sent += len(block)
+        if self.progress and block:
+            self.progress(self.sent, self.size)
+        return block
+
+
+def _job(item: dict[str, Any]) -> dict[str, Any]:
+    started, ended = item.get("start_time"), item.get("end_time")
+    seconds = ((ended or time.time() * 1000) - started) / 1000 if started else None
+    code = item.get("driver_exit_code")
+    return {
+        "id": item.get("submission_id") or item.get("job_id"),
+        "kind": "driver" if item.get("type") == "DRIVER" else "job",
+        "status": item.get("status"),
+        "entrypoint": item.get("entrypoint"),
+        "started": started / 1000 if started else None,
+        "seconds": round(seconds, 3) if seconds is not None else None,
+        "exit_code": 128 - code if code is not None and code < 0 else code,
+        "message": item.get("message") or "",
+        "node_id": item.get("driver_node_id"),
+    }
+
+
+def _totals(resources: dict[str, float]) -> dict[str, list[float]]:
+    """Ray's dashboard spells some of its own resources in camel case; its users know the other spelling."""
+    names = {"objectStoreMemory": "object_store_memory"}
+    shown = {names.get(name, name): total for name, total in resources.items() if not name.startswith("node:")}
+    return {name: [0.0, total] for name, total in shown.items()}
+
+
+def _usage(text: str) -> dict[str, list[float]]:
+    """`1.0/4.0 CPU` and `0B/15.9GiB memory`, a line each -> {name: [used, total]}."""
+    found: dict[str, list[float]] = {}
+    for line in text.splitlines():
+        match = _USED.match(line.strip())
+        if match:
+            used, unit, total, total_unit, name = match.groups()
+            found[name] = [_number(used, unit), _number(total, total_unit)]
+    return found
+
+
+def _number(text: str, unit: str | None) -> float:
+    return float(parse_bytes(text + unit)) if unit else float(text)
+
+
+def _gpu(gpu: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "name": gpu.get("name"),
+        "utilization": gpu.get("utilizationGpu"),
+        "memory_used": gpu.get("memoryUsed"),
+        "memory_total": gpu.get("memoryTotal"),
+        "temperature": gpu.get("temperatureC"),
+    }

@@ -1,0 +1,54 @@
+"""The text of a start script, and the only place that quotes for a shell.
+
+A script is directives, the user's own set-up lines verbatim, and one `exec` of the agent: what happens on a node is
+Python in the agent, never bash in a string.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+
+def quote(words: Sequence[str]) -> str:
+    """One shell line that means exactly these words."""
+    return shlex.join(words)
+
+
+def export(variables: Mapping[str, object]) -> str:
+    """`export` lines for `eval`."""
+    return "".join(f"export {name}={shlex.quote(str(value))}\n" for name, value in variables.items())
+
+
+def split(text: str) -> list[str]:
+    """The words of one shell line. Raises ValueError when a quote is not closed."""
+    return shlex.split(text)
+
+
+@dataclass(frozen=True)
+class BatchScript:
+    """command: the agent, as words. setup: shell lines of the user, run first and verbatim. directives: lines such as
+    `#SBATCH …`, rendered by the site."""
+
+    command: Sequence[str]
+    setup: Sequence[str] = ()
+    directives: Sequence[str] = ()
+    comment: str = ""
+    venv: str | None = None
+    conda: str | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
+
+    def render(self) -> str:
+        lines = ["#!/bin/bash", *self.directives]
+        if self.comment:
+            lines.append(f"# {self.comment}")
+        lines += self.setup
+        if self.venv:
+            lines.append(f"source {quote([self.venv.rstrip('/') + '/bin/activate'])} || exit 1")
+        if self.conda:
+            # a batch shell has no `conda activate` until its hook has run
+            lines.append('eval "$(conda shell.bash hook)" || exit 1')
+            lines.append(f"conda activate {quote([self.conda])} || exit 1")
+        lines += export(self.env).splitlines()
+        return "\n".join([*lines, f"exec {quote(list(self.command))}"]) + "\n"

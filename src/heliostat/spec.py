@@ -1,0 +1,290 @@
+"""What a person asks for: one frozen, checked description of a cluster. Parsed at the edge, never again."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+
+from heliostat.units import parse_bytes, parse_duration, parse_window
+
+NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9-]{0,39}$")
+LABEL_KEY = re.compile(r"^[A-Za-z0-9]([A-Za-z0-9_./-]{0,61}[A-Za-z0-9])?$")
+HIGHEST_PORT = 65535
+WINDOW_PORTS = 2420  # what one `port_offset` owns: 20 ports of Ray's own services, the rest for its workers
+
+
+def check_name(name: str) -> str:
+    """A cluster's name is also a folder, a job name, a label and a DNS word: the narrowest of these wins."""
+    if not isinstance(name, str) or not NAME.match(name):
+        raise ValueError(
+            f"`{str(name)[:60]}` is not a name: letters, digits and `-`, beginning with a letter or a digit, "
+            "40 characters at most"
+        )
+    return name
+
+
+def _bytes(value: object) -> object:
+    return parse_bytes(value) if isinstance(value, (str, int, float)) else value
+
+
+def _seconds(value: object) -> object:
+    return parse_duration(value) if isinstance(value, (str, int, float)) else value
+
+
+def _text(value: object) -> object:
+    return str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
+
+
+Name = Annotated[str, BeforeValidator(check_name), Field(json_schema_extra={"pattern": NAME.pattern})]
+Bytes = Annotated[int, BeforeValidator(_bytes, json_schema_input_type=str | int)]
+Seconds = Annotated[int, BeforeValidator(_seconds, json_schema_input_type=str | int)]
+Text = Annotated[str, BeforeValidator(_text)]
+Labels = dict[str, Text]
+
+
+class Model(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", str_strip_whitespace=False)
+
+
+class Environment(Model):
+    """Which Python and Ray the nodes use. One of venv, conda, container, or nothing: the user's own."""
+
+    venv: str | None = Field(None, description="folder of a virtual environment on the nodes")
+    conda: str | None = Field(None, description="name or folder of a conda environment on the nodes")
+    container: str | None = Field(None, description="Apptainer image")
+    ray: Text | None = Field(None, description="the Ray version that must be there")
+    requirements: str | None = Field(None, description="requirements file to install")
+    setup: tuple[str, ...] = Field((), description="shell lines that run first on every node")
+    env: dict[str, Text] = Field({}, description="environment variables of Ray and of the jobs")
+
+    @model_validator(mode="after")
+    def _one(self) -> Environment:
+        given = [key for key in ("venv", "conda", "container") if getattr(self, key)]
+        if len(given) > 1:
+            raise ValueError(f"`{given[0]}` and `{given[1]}` exclude each other: keep one")
+        return self
+
+    @field_validator("env")
+    @classmethod
+    def _names(cls, env: dict[str, str]) -> dict[str, str]:
+        for key, value in env.items():
+            if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", key) or "\0" in value:
+                raise ValueError(f"`{key}` is not the name of an environment variable")
+        return env
+
+
+class Network(Model):
+    """Addresses and ports. By default free ports are chosen on each node and need no thought."""
+
+    interface: str | None = Field(None, description="interface name (`ib0`) or CIDR (`100.64.0.0/10`)")
+    port_offset: int = Field(
+        0, ge=0, le=HIGHEST_PORT - 20000 - WINDOW_PORTS, description="0: ports are chosen free; N: from 20000+N on"
+    )
+    ports: str | None = Field(None, description="range that all ports, the workers' too, are taken from")
+
+    @field_validator("ports")
+    @classmethod
+    def _range(cls, value: str | None) -> str | None:
+        if value is not None:
+            match = re.fullmatch(r"(\d+)-(\d+)", value)
+            if not match or not 1024 <= int(match[1]) < int(match[2]) <= HIGHEST_PORT:
+                raise ValueError(f"`{value}` is not a range of ports; write for example `20000-22419`")
+            if int(match[2]) - int(match[1]) < 63:
+                raise ValueError(f"`{value}` is too narrow: a node takes 64 ports at least")
+        return value
+
+    def window(self) -> tuple[int, int] | None:
+        """The (first, last) port of the range that was asked for, or None: chosen free."""
+        if self.ports:
+            first, last = self.ports.split("-")
+            return int(first), int(last)
+        if self.port_offset:
+            return 20000 + self.port_offset, 20000 + self.port_offset + WINDOW_PORTS - 1
+        return None
+
+
+class Idle(Model):
+    """When nothing has happened on the cluster for `timeout`, it ends itself."""
+
+    timeout: Seconds | None = Field(None, gt=0, description="end the cluster after so long without work")
+    window: str | None = Field(None, description="only at this time of day, local time of the head")
+
+    @field_validator("window")
+    @classmethod
+    def _window(cls, value: str | None) -> str | None:
+        if value is not None:
+            parse_window(value)
+        return value
+
+
+class Autoscale(Model):
+    """Nodes come and go with Ray's demand."""
+
+    min: int = Field(0, ge=0, description="worker nodes that stay")
+    max: int = Field(..., ge=1, description="worker nodes at most")
+
+    @model_validator(mode="after")
+    def _order(self) -> Autoscale:
+        if self.min > self.max:
+            raise ValueError(f"min ({self.min}) is more than max ({self.max})")
+        return self
+
+
+class Group(Model):
+    """Worker nodes of one kind."""
+
+    nodes: int = Field(1, ge=0, le=100_000, description="how many")
+    cpus: int | None = Field(None, ge=0, description="CPUs that Ray may use on each")
+    gpus: int | None = Field(None, ge=0, description="GPUs on each")
+    memory: Bytes | None = Field(None, gt=0, description="memory that Ray may use on each")
+    labels: Labels = Field({}, description="Ray labels of the nodes")
+    resources: dict[str, float] = Field({}, description="custom Ray resources of each")
+
+    _labels = field_validator("labels")(lambda labels: check_labels(labels))
+
+
+class Head(Model):
+    """The head node."""
+
+    host: str | None = Field(None, description="which host is the head (ssh)")
+    work: bool = Field(True, description="false: no tasks or actors run on the head")
+    cpus: int | None = Field(None, ge=0)
+    gpus: int | None = Field(None, ge=0)
+    memory: Bytes | None = Field(None, gt=0)
+
+
+class Host(Model):
+    """One machine that is reached over ssh."""
+
+    host: str
+    user: str | None = None
+    port: int | None = Field(None, ge=1, le=HIGHEST_PORT)
+    key: str | None = None
+    jump: str | None = None
+    cpus: int | None = Field(None, ge=0)
+    gpus: int | None = Field(None, ge=0)
+    leave_cpus: int = Field(0, ge=0, description="CPUs to leave to the machine's other users")
+    labels: Labels = {}
+    env: dict[str, Text] = {}
+
+
+class Security(Model):
+    auth: Literal["token", "none"] = Field("token", description="`none` lets anybody who reaches a port run code")
+
+
+class ClusterSpec(Model):
+    """A cluster, as asked for. Sizes in bytes, times in seconds."""
+
+    name: Name | None = Field(None, description="the cluster's name; default: the site's name")
+    on: str = Field("local", description="the site")
+    nodes: int = Field(1, ge=1, le=100_000, description="nodes in all, the head included")
+    min_nodes: int | None = Field(None, ge=1, description="so many alive nodes are enough to begin")
+    head: Head = Field(Head(), description="the head node; a plain word is its host")
+    hosts: tuple[Host, ...] = Field((), description="machines over ssh; a plain word is a host")
+    cpus_per_node: int | None = Field(None, ge=0, description="CPUs that Ray may use on each node")
+    gpus_per_node: int | None = Field(None, ge=0, description="GPUs on each node")
+    memory_per_node: Bytes | None = Field(None, gt=0, description="memory that Ray may use on each node")
+    object_store: Bytes | None = Field(None, ge=80 * 2**20, description="object store on each node")
+    time: Seconds | None = Field(None, gt=0, description="how long the cluster may live (walltime)")
+    environment: Environment = Environment()
+    network: Network = Network()
+    idle: Idle = Idle()
+    autoscale: Autoscale | None = None
+    groups: dict[Name, Group] = Field({}, description="worker nodes of several kinds, instead of `nodes`")
+    labels: Labels = Field({}, description="Ray labels of every node")
+    security: Security = Security()
+    sites: dict[str, dict[str, Any]] = Field({}, description="one table a site: `slurm:`, `local:`, …", exclude=True)
+
+    _labels = field_validator("labels")(lambda labels: check_labels(labels))
+
+    @field_validator("head", mode="before")
+    @classmethod
+    def _head(cls, value: object) -> object:
+        return {"host": value} if isinstance(value, str) else value
+
+    @field_validator("hosts", mode="before")
+    @classmethod
+    def _hosts(cls, value: object) -> object:
+        if isinstance(value, (list, tuple)):
+            return [{"host": item} if isinstance(item, str) else item for item in value]
+        return value
+
+    @model_validator(mode="after")
+    def _sizes(self) -> ClusterSpec:
+        total = len(members(self))
+        if self.groups and "nodes" in self.model_fields_set and self.nodes != total:
+            raise ValueError(f"`nodes` ({self.nodes}) and `groups` (head and {total - 1} workers) disagree: keep one")
+        if self.min_nodes is not None and self.min_nodes > total:
+            raise ValueError(f"min_nodes ({self.min_nodes}) is more than the {total} nodes asked for")
+        return self
+
+    @property
+    def cluster_name(self) -> str:
+        return self.name or self.on
+
+
+def check_labels(labels: Mapping[str, str]) -> Mapping[str, str]:
+    for key, value in labels.items():
+        if not LABEL_KEY.match(key) or not (value == "" or LABEL_KEY.match(value)):
+            raise ValueError(f"`{key}={value}` is not a label: letters, digits, `-`, `_`, `.`, 63 characters at most")
+        if key.startswith("ray.io/"):
+            raise ValueError(f"`{key}`: labels that begin with `ray.io/` are Ray's own")
+    return labels
+
+
+class Member(Model):
+    """One node, as asked for. None: whatever the allocation gives."""
+
+    name: str
+    role: Literal["head", "worker"]
+    group: str | None = None
+    cpus: int | None = None
+    gpus: int | None = None
+    memory: int | None = None
+    labels: dict[str, str] = {}
+    resources: dict[str, float] = {}
+
+
+def members(spec: ClusterSpec) -> list[Member]:
+    """The nodes of the cluster, head first, with what each may use."""
+    return [head_member(spec), *worker_members(spec, spec.nodes - 1)]
+
+
+def head_member(spec: ClusterSpec) -> Member:
+    head = spec.head
+    idle = {} if head.work else {"cpus": 0, "gpus": 0}
+    return Member(
+        name="head",
+        role="head",
+        memory=_first(head.memory, spec.memory_per_node),
+        labels=spec.labels,
+        **{"cpus": _first(head.cpus, spec.cpus_per_node), "gpus": _first(head.gpus, spec.gpus_per_node), **idle},
+    )
+
+
+def worker_members(spec: ClusterSpec, count: int) -> list[Member]:
+    """`count` plain workers, or, where the spec has groups, the workers of the groups."""
+    if not spec.groups:
+        plain = {"cpus": spec.cpus_per_node, "gpus": spec.gpus_per_node, "memory": spec.memory_per_node}
+        return [Member(name=f"w{i}", role="worker", labels=spec.labels, **plain) for i in range(1, count + 1)]
+    return [
+        Member(
+            name=f"{name}-{i}",
+            role="worker",
+            group=name,
+            cpus=_first(group.cpus, spec.cpus_per_node),
+            gpus=_first(group.gpus, spec.gpus_per_node),
+            memory=_first(group.memory, spec.memory_per_node),
+            labels={**spec.labels, **group.labels},
+            resources=group.resources,
+        )
+        for name, group in spec.groups.items()
+        for i in range(1, group.nodes + 1)
+    ]
+
+
+def _first(*values: Any) -> Any:
+    return next((value for value in values if value is not None), None)

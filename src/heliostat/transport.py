@@ -1,0 +1,116 @@
+"""The one door for processes and files of other machines: this computer now, a host over ssh later.
+
+Every call has a deadline, keeps both streams, and takes words, never a shell string.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Protocol
+
+from heliostat.errors import HeliostatError
+
+
+@dataclass(frozen=True)
+class Completed:
+    argv: tuple[str, ...]
+    code: int
+    out: str
+    err: str
+
+    def saw(self) -> str:
+        """For the third line of an error."""
+        return f"`{' '.join(self.argv)[:200]}` ended with code {self.code}"
+
+
+@dataclass(frozen=True)
+class Spawned:
+    """A process that outlives us. It waits until `feed` gives it its input: so its id is on record before it acts, and
+    if we die in between it ends by itself."""
+
+    pid: int
+    start: str
+    feed: Callable[[bytes], None]
+
+
+class Transport(Protocol):
+    def run(self, argv: Sequence[str], *, input: bytes = b"", timeout: float) -> Completed: ...
+
+    def spawn(self, argv: Sequence[str], *, log: Path, cwd: Path) -> Spawned: ...
+
+    def read(self, path: Path, offset: int = 0, limit: int = 1 << 20) -> bytes: ...
+
+    def forward(self, host: str, port: int) -> tuple[str, int]:
+        """Where a connection reaches `host:port` of that machine's network from here."""
+        ...
+
+
+class Local:
+    """This computer."""
+
+    def run(self, argv: Sequence[str], *, input: bytes = b"", timeout: float) -> Completed:
+        try:
+            done = subprocess.run(list(argv), input=input, capture_output=True, timeout=timeout)
+        except FileNotFoundError:
+            raise HeliostatError(f"could not run `{argv[0]}`", because="it is not on this machine") from None
+        except subprocess.TimeoutExpired:
+            raise HeliostatError(
+                f"`{argv[0]}` gave no answer", because=f"nothing after {timeout:g} s", saw=" ".join(argv)[:200], exit_code=4
+            ) from None
+        return Completed(tuple(argv), done.returncode, _text(done.stdout), _text(done.stderr))
+
+    def spawn(self, argv: Sequence[str], *, log: Path, cwd: Path) -> Spawned:
+        try:
+            with open(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as out:
+                process = subprocess.Popen(
+                    list(argv), stdin=subprocess.PIPE, stdout=out, stderr=out, cwd=cwd, start_new_session=True
+                )
+        except OSError as error:
+            raise HeliostatError(f"could not start `{argv[0]}`", because=error.strerror or str(error), saw=str(log)) from None
+        stdin = process.stdin
+        assert stdin is not None
+        process.returncode = 0  # it is meant to outlive us: no warning about a child that still runs
+        return Spawned(process.pid, process_start(process.pid) or "", lambda data: _feed(stdin, data))
+
+    def read(self, path: Path, offset: int = 0, limit: int = 1 << 20) -> bytes:
+        try:
+            with open(path, "rb") as stream:
+                stream.seek(offset)
+                return stream.read(limit)
+        except OSError:
+            return b""
+
+    def forward(self, host: str, port: int) -> tuple[str, int]:
+        return host, port
+
+
+def _feed(stdin: IO[bytes], data: bytes) -> None:
+    try:
+        stdin.write(data)
+        stdin.close()
+    except BrokenPipeError:
+        pass  # it ended before it was told anything: whoever observes it will see that
+
+
+def _text(data: bytes) -> str:
+    return data.decode("utf-8", "replace")
+
+
+def process_start(pid: int) -> str | None:
+    """When the process started, in words of this machine: with the pid it names one process for ever. None: gone.
+
+    The agent has the same knowledge for the nodes; it may not be imported from here."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].decode().split()
+        return fields[19] if fields[0] != "Z" else None
+    except (OSError, IndexError):
+        pass
+    if os.path.isdir("/proc/self"):
+        return None
+    listing = subprocess.run(["ps", "-o", "stat=,lstart=", "-p", str(pid)], capture_output=True, text=True, timeout=10)
+    state, _, start = listing.stdout.strip().partition(" ")
+    return start.strip() if state and not state.startswith("Z") else None
