@@ -9,6 +9,7 @@ from typing import Any
 
 from heliostat import backends, config
 from heliostat.errors import HeliostatError
+from heliostat.jobs import Jobs
 from heliostat.lifecycle import Emit, Lifecycle
 from heliostat.rayapi import FINAL
 from heliostat.spec import ClusterSpec
@@ -50,10 +51,10 @@ class Job:
 
     def wait(self) -> int:
         """Until it has ended; its exit code."""
-        return self.cluster._life.wait_job(self.cluster.name, self.id, lambda chunk: None)
+        return self.cluster._jobs.wait(self.cluster.name, self.id, lambda chunk: None)
 
     def stop(self) -> bool:
-        return self.cluster._life.stop_job(self.cluster.name, self.id)
+        return self.cluster._jobs.stop(self.cluster.name, self.id)
 
 
 class Cluster:
@@ -61,6 +62,7 @@ class Cluster:
 
     def __init__(self, name: str, life: Lifecycle, *, owned: bool) -> None:
         self.name, self._life, self._owned = name, life, owned
+        self._jobs = Jobs(life)
         self._proxies: list[Any] = []
 
     def __repr__(self) -> str:
@@ -69,7 +71,9 @@ class Cluster:
     def __enter__(self) -> Cluster:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
         if self._owned:
             self.down()
@@ -95,7 +99,9 @@ class Cluster:
 
     def status(self) -> dict[str, Any]:
         """The document of `heliostat status --json`."""
-        return self._life.status(self.name)
+        from heliostat import report
+
+        return report.status(self._life, self.name)
 
     def scale(self, workers: int) -> None:
         self._life.scale(self.name, workers)
@@ -112,8 +118,13 @@ class Cluster:
         """A string goes to a shell on the head as it is; a list is taken word by word."""
         words = [command] if isinstance(command, str) else list(command)
         folder = Path(working_dir) if working_dir is not None else None
-        submitted = self._life.submit(
-            self.name, words, working_dir=folder, env=dict(env or {}), runtime_env=dict(runtime_env or {}), job_id=job_id
+        submitted = self._jobs.submit(
+            self.name,
+            words,
+            working_dir=folder,
+            env=dict(env or {}),
+            runtime_env=dict(runtime_env or {}),
+            job_id=job_id,
         )
         return Job(self, submitted)
 
@@ -121,7 +132,7 @@ class Cluster:
         return Job(self, job_id)
 
     def jobs(self) -> list[Job]:
-        return [Job(self, job["id"]) for job in self._life.jobs(self.name) if job["kind"] == "job"]
+        return [Job(self, job["id"]) for job in self._jobs.list(self.name) if job["kind"] == "job"]
 
     def dashboard(self, port: int = 0) -> str:
         """Opens a way to the dashboard and returns its URL; it works until `close`."""
@@ -150,7 +161,11 @@ def dashboard_target(life: Lifecycle, name: str) -> tuple[Any, Any]:
 
 
 def up(
-    file: str | Path | ClusterSpec | None = None, *, emit: Emit = lambda event: None, keep: bool = False, **values: Any
+    file: str | Path | ClusterSpec | None = None,
+    *,
+    emit: Emit = lambda event: None,
+    keep: bool = False,
+    **values: Any,
 ) -> Cluster:
     """Starts a cluster and returns when it is ready: from a file, a ClusterSpec, or keys of the file as arguments.
 

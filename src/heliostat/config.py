@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,12 +62,18 @@ def check(values: Mapping[str, Any], origins: Mapping[str, str], sites: list[str
     tables = {key: value for key, value in values.items() if key in sites}
     for site, table in tables.items():
         if not isinstance(table, dict):
-            raise UsageError(f"`{site}` is not a table", because=_at(origins, site), hint=f"{site}: {{key: value}}")
+            raise UsageError(
+                f"`{site}` is not a table",
+                because=_where(origins, site).strip(" ()"),
+                hint=f"{site}: {{key: value}}",
+            )
     plain = {key: value for key, value in values.items() if key not in sites}
     try:
         spec = ClusterSpec.model_validate({**plain, "sites": tables})
     except ValidationError as error:
-        raise explain(error, ClusterSpec, origins, extra_keys=sites) from None
+        raise explain(
+            error, origins, lambda path: _keys(ClusterSpec, path) + ([] if path else sites)
+        ) from None
     if spec.on not in sites:
         near = difflib.get_close_matches(spec.on, sites, n=1)
         raise UsageError(
@@ -79,23 +85,28 @@ def check(values: Mapping[str, Any], origins: Mapping[str, str], sites: list[str
 
 
 def explain(
-    error: ValidationError, model: type[BaseModel], origins: Mapping[str, str], *, prefix: str = "", extra_keys: Iterable[str] = ()
+    error: ValidationError,
+    origins: Mapping[str, str],
+    keys: Callable[[list[str]], list[str]],
+    *,
+    prefix: str = "",
 ) -> UsageError:
-    """pydantic's list of findings -> our four lines, about the first of them."""
+    """pydantic's list of findings -> our four lines, about the first of them. `keys(path)`: what a table may hold."""
     findings = error.errors()
     first = findings[0]
     path = [str(part) for part in first["loc"]]
     key = ".".join([*([prefix] if prefix else []), *path])
     more = f" (and {len(findings) - 1} more)" if len(findings) > 1 else ""
-    if first["type"] == "extra_forbidden":
-        known = [*_keys(model, path[:-1]), *(extra_keys if len(path) == 1 else ())]
+    if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        known = keys(path[:-1])
         near = difflib.get_close_matches(path[-1], known, n=1, cutoff=0.5)
-        hint = f"did you mean `{near[0]}`?" if near else f"known keys: {', '.join(sorted(known))}"
-        return UsageError(f"unknown key `{key[:80]}`{more}", because=_at(origins, key), hint=hint)
+        hint = f"did you mean `{near[0]}`?" if near else f"known keys: {', '.join(sorted(known)) or 'none'}"
+        return UsageError(
+            f"unknown key `{key[:80]}`{more}", because=_where(origins, key).strip(" ()"), hint=hint
+        )
     words = first["msg"].removeprefix("Value error, ")
-    shown = repr(first.get("input"))
-    value = f"`{shown[:80]}`: " if first["type"] != "value_error" and len(path) else ""
-    what = f"`{key}` cannot be used{more}" if key else f"the cluster cannot be used{more}"
+    value = f"`{repr(first.get('input'))[:80]}`: " if first["type"] != "value_error" and path else ""
+    what = f"`{key[:80]}` cannot be used{more}" if key else f"the cluster cannot be used{more}"
     return UsageError(what, because=f"{value}{words}"[:300] + _where(origins, key), hint="heliostat schema")
 
 
@@ -115,10 +126,6 @@ def _models(annotation: Any) -> list[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [m for part in getattr(annotation, "__args__", ()) for m in _models(part)]
-
-
-def _at(origins: Mapping[str, str], key: str) -> str:
-    return _where(origins, key).strip(" ()")
 
 
 def _where(origins: Mapping[str, str], key: str) -> str:
@@ -152,7 +159,9 @@ def _put(values: dict[str, Any], origins: dict[str, str], key: str, value: Any, 
     origins[key] = origin
 
 
-def _merge(values: dict[str, Any], origins: dict[str, str], more: Mapping[str, Any], where: Mapping[str, str]) -> None:
+def _merge(
+    values: dict[str, Any], origins: dict[str, str], more: Mapping[str, Any], where: Mapping[str, str]
+) -> None:
     values.update(more)
     origins.update(where)
 
@@ -176,7 +185,9 @@ def _read(file: Path) -> tuple[dict[str, Any], dict[str, str]]:
     if root is None:
         return {}, {}
     if not isinstance(root, yaml.MappingNode):
-        raise UsageError(f"`{file}` is not a table of keys", because="its first line should be, say, `name: lab`")
+        raise UsageError(
+            f"`{file}` is not a table of keys", because="its first line should be, say, `name: lab`"
+        )
     reader = _Reader(file.name)
     try:
         values = reader.read(root, "")
@@ -217,9 +228,11 @@ class _Reader:
         if node.tag == "tag:yaml.org,2002:timestamp":
             return node.value
         try:
-            return self.constructor.construct_object(node)  # type: ignore[no-untyped-call]
+            return self.constructor.construct_object(node)
         except yaml.YAMLError as error:
-            raise UsageError(f"`{key}` is not a plain value", because=" ".join(str(error).split())[:200]) from None
+            raise UsageError(
+                f"`{key}` is not a plain value", because=" ".join(str(error).split())[:200]
+            ) from None
 
 
 def schema(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -228,7 +241,10 @@ def schema(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     properties = document["properties"]
     properties.pop("sites", None)
     properties["head"] = {"anyOf": [{"type": "string"}, {"$ref": "#/$defs/Head"}]}
-    properties["hosts"] = {"type": "array", "items": {"anyOf": [{"type": "string"}, {"$ref": "#/$defs/Host"}]}}
+    properties["hosts"] = {
+        "type": "array",
+        "items": {"anyOf": [{"type": "string"}, {"$ref": "#/$defs/Host"}]},
+    }
     properties["on"] = {**properties["on"], "enum": sorted(tables)}
     for site, table in sorted(tables.items()):
         properties[site] = dict(table)

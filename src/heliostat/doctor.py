@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from heliostat import backends
 from heliostat.backends.base import Check
 from heliostat.errors import HeliostatError
-from heliostat.lifecycle import Lifecycle, agent_archive
+from heliostat.lifecycle import Lifecycle
+from heliostat.planning import agent_archive
 from heliostat.states import TERMINAL
 from heliostat.store import read_json
 from heliostat.units import format_bytes, format_duration
@@ -31,7 +32,11 @@ def examine(life: Lifecycle, spec: ClusterSpec | None, cluster: str | None) -> l
     if cluster is not None:
         view = life.find(cluster)  # no such cluster is an error, not a finding
         return [check for check in _guarded(lambda: _cluster(life, view.record.name))]
-    checks = [*_guarded(lambda: _home(life)), *_guarded(lambda: _machine(life, spec)), *_guarded(lambda: _leftovers(life))]
+    checks = [
+        *_guarded(lambda: _home(life)),
+        *_guarded(lambda: _machine(life, spec)),
+        *_guarded(lambda: _leftovers(life)),
+    ]
     if spec is not None:
         checks += backends.load(spec.on).checks(spec, life.host)
     return checks
@@ -43,7 +48,9 @@ def _guarded(checks: Callable[[], Iterator[Check]]) -> list[Check]:
         for check in checks():
             found.append(check)
     except Exception as error:
-        found.append(Check("doctor", "warn", f"could not look further: {type(error).__name__}: {error}"[:200]))
+        found.append(
+            Check("doctor", "warn", f"could not look further: {type(error).__name__}: {error}"[:200])
+        )
     return found
 
 
@@ -56,13 +63,19 @@ def _home(life: Lifecycle) -> Iterator[Check]:
     if not home.exists():
         parent = next(p for p in home.parents if p.exists())
         writable = os.access(parent, os.W_OK)
-        yield _check("home", writable, f"{home} will be made", "set HELIOSTAT_HOME to a folder that you may write to")
+        yield _check(
+            "home", writable, f"{home} will be made", "set HELIOSTAT_HOME to a folder that you may write to"
+        )
         return
     mode = stat.S_IMODE(home.stat().st_mode)
-    yield _check("home", os.access(home, os.W_OK), str(home), "set HELIOSTAT_HOME to a folder that you may write to")
+    yield _check(
+        "home", os.access(home, os.W_OK), str(home), "set HELIOSTAT_HOME to a folder that you may write to"
+    )
     yield _check("home is private", mode & 0o077 == 0, f"mode {mode:o}", f"chmod 700 {home}")
     free = os.statvfs(home).f_bavail * os.statvfs(home).f_frsize
-    yield _check("space for records", free > 100 * 2**20, f"{format_bytes(free)} free", "free some space there", "warn")
+    yield _check(
+        "space for records", free > 100 * 2**20, f"{format_bytes(free)} free", "free some space there", "warn"
+    )
 
 
 def probe(life: Lifecycle, spec: ClusterSpec | None) -> dict[str, Any]:
@@ -86,7 +99,9 @@ def probe(life: Lifecycle, spec: ClusterSpec | None) -> dict[str, Any]:
     try:
         answer = json.loads(done.out.strip().splitlines()[-1])
     except (ValueError, IndexError):
-        raise HeliostatError("the environment does not start", because=done.err.strip()[-300:], saw=done.saw()) from None
+        raise HeliostatError(
+            "the environment does not start", because=done.err.strip()[-300:], saw=done.saw()
+        ) from None
     return dict(answer)
 
 
@@ -102,26 +117,52 @@ def _machine(life: Lifecycle, spec: ClusterSpec | None) -> Iterator[Check]:
     install = "pip install 'ray[default]==2.60.0'"
     yield _check("ray", ray["version"] is not None, str(ray["version"] or "not installed"), install)
     if ray["version"]:
-        yield _check("ray has authentication", version >= (2, 52), ray["version"], f"{install} (2.52 is the first that does)")
-        yield _check("ray[default]", ray["default"], "dashboard and jobs" if ray["default"] else "bare Ray: no dashboard, no jobs", install)
+        yield _check(
+            "ray has authentication",
+            version >= (2, 52),
+            ray["version"],
+            f"{install} (2.52 is the first that does)",
+        )
+        yield _check(
+            "ray[default]",
+            ray["default"],
+            "dashboard and jobs" if ray["default"] else "bare Ray: no dashboard, no jobs",
+            install,
+        )
         yield _check("ray's bytecode", ray["bytecode"], "compiled" if ray["bytecode"] else "not compiled: every start compiles it anew",
                      f"{python['executable']} -m compileall -q the folder of ray", "warn")  # fmt: skip
     yield _check("cpus", True, f"{found['cpus']['count']} ({found['cpus']['why']})")
-    memory, shm, disk = found["memory"]["total_bytes"], found["shm"]["total_bytes"] or 0, found["disk"]["free_bytes"] or 0
-    yield _check("memory", memory > 2 * GIB, f"{format_bytes(memory)} ({found['memory']['why']})", "Ray needs about 1 GiB a node", "warn")
+    memory, shm, disk = (
+        found["memory"]["total_bytes"],
+        found["shm"]["total_bytes"] or 0,
+        found["disk"]["free_bytes"] or 0,
+    )
+    yield _check(
+        "memory",
+        memory > 2 * GIB,
+        f"{format_bytes(memory)} ({found['memory']['why']})",
+        "Ray needs about 1 GiB a node",
+        "warn",
+    )
     yield _check("gpus", True, f"{found['gpu_count']} ({found['gpu_why']})")
     yield _check("/dev/shm", shm > 0.3 * memory * 0.9, format_bytes(shm),
                  "mount it larger, or give --object-store a size that fits", "warn" if shm > 128 * 2**20 else "fail")  # fmt: skip
     yield _check("temporary files", disk > 5 * GIB, f"{format_bytes(disk)} free in {found['disk']['path']}",
                  "set TMPDIR to a folder on a local disk with a short path", "warn")  # fmt: skip
     files = found["limits"]["nofile"][0]
-    yield _check("open files", files is None or files >= 8192, str(files or "unlimited"), "ulimit -n 65536", "warn")
-    up = [f"{i['name']} {' '.join(i['addresses'])}" for i in found["interfaces"] if i["up"] and i["addresses"]]
+    yield _check(
+        "open files", files is None or files >= 8192, str(files or "unlimited"), "ulimit -n 65536", "warn"
+    )
+    up = [
+        f"{i['name']} {' '.join(i['addresses'])}" for i in found["interfaces"] if i["up"] and i["addresses"]
+    ]
     yield _check("interfaces", bool(up), "; ".join(up))
     yield _check("clock", abs(found["clock"]["time"] - time.time()) < 60, "agrees")
     for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN"):
         if os.environ.get(name):
-            yield Check(name, "warn", "is set in this shell, and sends Ray programs elsewhere", f"unset {name}")
+            yield Check(
+                name, "warn", "is set in this shell, and sends Ray programs elsewhere", f"unset {name}"
+            )
     token = Path.home() / ".ray" / "auth_token"
     if token.exists():
         mode = stat.S_IMODE(token.stat().st_mode)
@@ -138,12 +179,25 @@ def _leftovers(life: Lifecycle) -> Iterator[Check]:
         except (HeliostatError, KeyError, TypeError, ValueError):
             record = None
         if folder is None or record is None:
-            yield Check("record", "fail", f"{life.store.clusters / name} cannot be read", f"look into it, then remove it: {life.store.clusters / name}")
+            yield Check(
+                "record",
+                "fail",
+                f"{life.store.clusters / name} cannot be read",
+                f"look into it, then remove it: {life.store.clusters / name}",
+            )
             continue
         used |= {str(folder.last_words(node).get("temp")) for node in record.nodes}
-    mine = [p for p in Path(tempfile.gettempdir()).glob("hs-*") if p.is_dir() and p.stat().st_uid == os.getuid()]
+    mine = [
+        p for p in Path(tempfile.gettempdir()).glob("hs-*") if p.is_dir() and p.stat().st_uid == os.getuid()
+    ]
     dead = [p for p in mine if str(p) not in used and not _in_use(p)]
-    yield _check("leftovers", not dead, f"{len(dead)} folders of dead agents" if dead else "none", f"rm -r {' '.join(map(str, dead[:5]))}", "warn")
+    yield _check(
+        "leftovers",
+        not dead,
+        f"{len(dead)} folders of dead agents" if dead else "none",
+        f"rm -r {' '.join(map(str, dead[:5]))}",
+        "warn",
+    )
 
 
 def _in_use(folder: Path) -> bool:
@@ -161,25 +215,55 @@ def _in_use(folder: Path) -> bool:
 def _cluster(life: Lifecycle, name: str) -> Iterator[Check]:
     view = life.find(name)
     record, folder = view.record, view.folder
-    yield _check("state", str(view.state) in ("ready", "starting", "queued"), str(view.state), f"heliostat logs {name}")
+    yield _check(
+        "state", str(view.state) in ("ready", "starting", "queued"), str(view.state), f"heliostat logs {name}"
+    )
     for node in record.nodes.values():
         bad = node.state in TERMINAL or str(node.state) in ("LOST", "UNKNOWN")
-        text = f"{node.state.lower()} for {format_duration(time.time() - node.since)}" + (f": {node.reason}" if node.reason else "")
-        yield _check(f"node {node.name}", not bad, text, f"heliostat logs {name} {node.name}; `up` again starts it anew")
+        text = f"{node.state.lower()} for {format_duration(time.time() - node.since)}" + (
+            f": {node.reason}" if node.reason else ""
+        )
+        yield _check(
+            f"node {node.name}",
+            not bad,
+            text,
+            f"heliostat logs {name} {node.name}; `up` again starts it anew",
+        )
     if record.spec.get("security", {}).get("auth") == "none":
-        yield Check("authentication", "warn", "off: anybody who reaches a port can run code", "take `security` out of the file")
+        yield Check(
+            "authentication",
+            "warn",
+            "off: anybody who reaches a port can run code",
+            "take `security` out of the file",
+        )
     elif folder.token.exists():
         mode = stat.S_IMODE(folder.token.stat().st_mode)
         yield _check("token", mode & 0o077 == 0, f"mode {mode:o}", f"chmod 600 {folder.token}")
     else:
-        yield Check("token", "fail", f"{folder.token} is gone", f"the head writes it again within seconds; else heliostat restart {name}")
+        yield Check(
+            "token",
+            "fail",
+            f"{folder.token} is gone",
+            f"the head writes it again within seconds; else heliostat restart {name}",
+        )
     pulse = read_json(folder.path / "pulse.json")
     if pulse:
         late = time.time() - float(pulse["at"])
-        yield _check("head's agent", late < 60, f"last heard of {format_duration(max(0, late))} ago", f"heliostat logs {name} head", "warn")
+        yield _check(
+            "head's agent",
+            late < 60,
+            f"last heard of {format_duration(max(0, late))} ago",
+            f"heliostat logs {name} head",
+            "warn",
+        )
     if view.address:
         try:
             nodes = life.api(view).nodes()
-            yield _check("Ray", len(nodes) >= view.alive(), f"{len(nodes)} nodes alive in its table", f"heliostat logs {name} head")
+            yield _check(
+                "Ray",
+                len(nodes) >= view.alive(),
+                f"{len(nodes)} nodes alive in its table",
+                f"heliostat logs {name} head",
+            )
         except HeliostatError as error:
             yield Check("Ray", "fail", str(error), f"heliostat logs {name} head")

@@ -83,7 +83,9 @@ class RayApi:
     def _refused(self, what: str, status: int, content: bytes) -> HeliostatError:
         words = [line for line in content.decode("utf-8", "replace").strip().splitlines() if line.strip()]
         return HeliostatError(
-            f"Ray on `{self.name}` said no", because=words[-1][:400] if words else "", saw=f"{what} answered {status}"
+            f"Ray on `{self.name}` said no",
+            because=words[-1][:400] if words else "",
+            saw=f"{what} answered {status}",
         )
 
     # -- nodes
@@ -291,7 +293,9 @@ def _job(item: dict[str, Any]) -> dict[str, Any]:
 def _totals(resources: dict[str, float]) -> dict[str, list[float]]:
     """Ray's dashboard spells some of its own resources in camel case; its users know the other spelling."""
     names = {"objectStoreMemory": "object_store_memory"}
-    shown = {names.get(name, name): total for name, total in resources.items() if not name.startswith("node:")}
+    shown = {
+        names.get(name, name): total for name, total in resources.items() if not name.startswith("node:")
+    }
     return {name: [0.0, total] for name, total in shown.items()}
 
 

@@ -81,7 +81,10 @@ class Network(Model):
 
     interface: str | None = Field(None, description="interface name (`ib0`) or CIDR (`100.64.0.0/10`)")
     port_offset: int = Field(
-        0, ge=0, le=HIGHEST_PORT - 20000 - WINDOW_PORTS, description="0: ports are chosen free; N: from 20000+N on"
+        0,
+        ge=0,
+        le=HIGHEST_PORT - 20000 - WINDOW_PORTS,
+        description="0: ports are chosen free; N: from 20000+N on",
     )
     ports: str | None = Field(None, description="range that all ports, the workers' too, are taken from")
 
@@ -172,7 +175,9 @@ class Host(Model):
 
 
 class Security(Model):
-    auth: Literal["token", "none"] = Field("token", description="`none` lets anybody who reaches a port run code")
+    auth: Literal["token", "none"] = Field(
+        "token", description="`none` lets anybody who reaches a port run code"
+    )
 
 
 class ClusterSpec(Model):
@@ -196,7 +201,9 @@ class ClusterSpec(Model):
     groups: dict[Name, Group] = Field({}, description="worker nodes of several kinds, instead of `nodes`")
     labels: Labels = Field({}, description="Ray labels of every node")
     security: Security = Security()
-    sites: dict[str, dict[str, Any]] = Field({}, description="one table a site: `slurm:`, `local:`, …", exclude=True)
+    sites: dict[str, dict[str, Any]] = Field(
+        {}, description="one table a site: `slurm:`, `local:`, …", exclude=True
+    )
 
     _labels = field_validator("labels")(lambda labels: check_labels(labels))
 
@@ -216,7 +223,9 @@ class ClusterSpec(Model):
     def _sizes(self) -> ClusterSpec:
         total = len(members(self))
         if self.groups and "nodes" in self.model_fields_set and self.nodes != total:
-            raise ValueError(f"`nodes` ({self.nodes}) and `groups` (head and {total - 1} workers) disagree: keep one")
+            raise ValueError(
+                f"`nodes` ({self.nodes}) and `groups` (head and {total - 1} workers) disagree: keep one"
+            )
         if self.min_nodes is not None and self.min_nodes > total:
             raise ValueError(f"min_nodes ({self.min_nodes}) is more than the {total} nodes asked for")
         return self
@@ -229,7 +238,9 @@ class ClusterSpec(Model):
 def check_labels(labels: Mapping[str, str]) -> Mapping[str, str]:
     for key, value in labels.items():
         if not LABEL_KEY.match(key) or not (value == "" or LABEL_KEY.match(value)):
-            raise ValueError(f"`{key}={value}` is not a label: letters, digits, `-`, `_`, `.`, 63 characters at most")
+            raise ValueError(
+                f"`{key}={value}` is not a label: letters, digits, `-`, `_`, `.`, 63 characters at most"
+            )
         if key.startswith("ray.io/"):
             raise ValueError(f"`{key}`: labels that begin with `ray.io/` are Ray's own")
     return labels
@@ -261,7 +272,11 @@ def head_member(spec: ClusterSpec) -> Member:
         role="head",
         memory=_first(head.memory, spec.memory_per_node),
         labels=spec.labels,
-        **{"cpus": _first(head.cpus, spec.cpus_per_node), "gpus": _first(head.gpus, spec.gpus_per_node), **idle},
+        **{
+            "cpus": _first(head.cpus, spec.cpus_per_node),
+            "gpus": _first(head.gpus, spec.gpus_per_node),
+            **idle,
+        },
     )
 
 

@@ -26,7 +26,9 @@ N = NodeState
 
 TRANSITIONS: dict[NodeState, frozenset[NodeState]] = {
     # a request is answered with a place in the queue, a machine, or a refusal; `local` skips the queue
-    N.REQUESTED: frozenset({N.QUEUED, N.ALLOCATED, N.STARTING, N.READY, N.STOPPING, N.FAILED, N.GONE, N.UNKNOWN}),
+    N.REQUESTED: frozenset(
+        {N.QUEUED, N.ALLOCATED, N.STARTING, N.READY, N.STOPPING, N.FAILED, N.GONE, N.UNKNOWN}
+    ),
     # a fast scheduler may have started the agent, or Ray, between two looks
     N.QUEUED: frozenset({N.ALLOCATED, N.STARTING, N.READY, N.STOPPING, N.FAILED, N.GONE, N.UNKNOWN}),
     # a scheduler may take a machine back and queue the job again

@@ -14,7 +14,7 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,6 @@ class Record:
     kind: str  # "up": lives until it is ended; "run": lives as long as its command
     created: float
     spec: dict[str, Any]
-    options: dict[str, Any]  # the site's own table
     target: str = "up"  # what the last command wanted: "up" or "down"
     nodes: dict[str, NodeRecord] = field(default_factory=dict)
     handles: list[dict[str, Any]] = field(default_factory=list)
@@ -69,7 +68,8 @@ class Record:
     def from_json(data: dict[str, Any]) -> Record:
         known = {key: value for key, value in data.items() if key in Record.__dataclass_fields__}
         nodes = {
-            name: NodeRecord(**{**node, "state": NodeState(node["state"])}) for name, node in known["nodes"].items()
+            name: NodeRecord(**{**node, "state": NodeState(node["state"])})
+            for name, node in known["nodes"].items()
         }
         return Record(**{**known, "nodes": nodes})
 
@@ -162,7 +162,9 @@ class ClusterFolder:
 
     def append(self, event: dict[str, Any]) -> None:
         try:
-            with open(os.open(self.events_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "a") as stream:
+            with open(
+                os.open(self.events_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "a"
+            ) as stream:
                 stream.write(json.dumps(event, separators=(",", ":")) + "\n")
         except OSError as error:
             raise _disk_error(self.events_file, error) from error
@@ -191,7 +193,9 @@ class ClusterFolder:
                     _break_lock(folder)
                     continue
             except FileNotFoundError:
-                raise NotFoundError(f"there is no cluster `{self.name}` any more", hint="heliostat ls --all") from None
+                raise NotFoundError(
+                    f"there is no cluster `{self.name}` any more", hint="heliostat ls --all"
+                ) from None
             except OSError as error:
                 raise _disk_error(folder, error) from error
             if time.monotonic() > deadline:
@@ -238,7 +242,11 @@ class Store:
     """`$HELIOSTAT_HOME`: everything that is remembered."""
 
     def __init__(self, home: str | os.PathLike[str] | None = None) -> None:
-        self.home = Path(home or os.environ.get("HELIOSTAT_HOME") or Path.home() / ".heliostat").expanduser().absolute()
+        self.home = (
+            Path(home or os.environ.get("HELIOSTAT_HOME") or Path.home() / ".heliostat")
+            .expanduser()
+            .absolute()
+        )
         self.clusters = self.home / "clusters"
         self.ended = self.home / "history"
 
@@ -275,8 +283,8 @@ class Store:
             )
         return folder
 
-    def create(self, record: Record) -> ClusterFolder:
-        """Claims the name: the folder appears with its record in it, or FileExistsError is raised."""
+    def create(self, record: Record, files: Mapping[str, str | bytes]) -> ClusterFolder:
+        """Claims the name: the folder appears with its record and files in it, or FileExistsError is raised."""
         self.prepare()
         draft = ClusterFolder(self.clusters / f".{record.name}.{secrets.token_hex(4)}")
         path = self.clusters / record.name
@@ -284,6 +292,8 @@ class Store:
             draft.path.mkdir(mode=0o700)
             draft.logs.mkdir(mode=0o700)
             draft.save(record)
+            for name, data in files.items():
+                write_atomic(draft.path / name, data)
             draft.path.rename(path)  # fails when the name is taken: a folder with files is not replaced
         except OSError as error:
             shutil.rmtree(draft.path, ignore_errors=True)
@@ -299,8 +309,7 @@ class Store:
         """An ended cluster leaves `clusters/`; what could let somebody in, or is of no use now, goes."""
         for path in (folder.token, folder.agent, folder.path / "head.json"):
             path.unlink(missing_ok=True)
-        stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(record.created))
-        place = self.ended / f"{record.name}-{stamp}-{record.id[:4]}"
+        place = self.past_place(record)
         try:
             folder.path.rename(place)
         except FileNotFoundError:
@@ -309,6 +318,10 @@ class Store:
             raise _disk_error(place, error) from error
         shutil.rmtree(place / "lock", ignore_errors=True)
         return ClusterFolder(place)
+
+    def past_place(self, record: Record) -> Path:
+        stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(record.created))
+        return self.ended / f"{record.name}-{stamp}-{record.id[:4]}"
 
     def past(self) -> list[Record]:
         """The records of the ended clusters, oldest first."""

@@ -59,7 +59,10 @@ class Local:
             raise HeliostatError(f"could not run `{argv[0]}`", because="it is not on this machine") from None
         except subprocess.TimeoutExpired:
             raise HeliostatError(
-                f"`{argv[0]}` gave no answer", because=f"nothing after {timeout:g} s", saw=" ".join(argv)[:200], exit_code=4
+                f"`{argv[0]}` gave no answer",
+                because=f"nothing after {timeout:g} s",
+                saw=" ".join(argv)[:200],
+                exit_code=4,
             ) from None
         return Completed(tuple(argv), done.returncode, _text(done.stdout), _text(done.stderr))
 
@@ -70,7 +73,9 @@ class Local:
                     list(argv), stdin=subprocess.PIPE, stdout=out, stderr=out, cwd=cwd, start_new_session=True
                 )
         except OSError as error:
-            raise HeliostatError(f"could not start `{argv[0]}`", because=error.strerror or str(error), saw=str(log)) from None
+            raise HeliostatError(
+                f"could not start `{argv[0]}`", because=error.strerror or str(error), saw=str(log)
+            ) from None
         stdin = process.stdin
         assert stdin is not None
         process.returncode = 0  # it is meant to outlive us: no warning about a child that still runs
@@ -111,6 +116,8 @@ def process_start(pid: int) -> str | None:
         pass
     if os.path.isdir("/proc/self"):
         return None
-    listing = subprocess.run(["ps", "-o", "stat=,lstart=", "-p", str(pid)], capture_output=True, text=True, timeout=10)
+    listing = subprocess.run(
+        ["ps", "-o", "stat=,lstart=", "-p", str(pid)], capture_output=True, text=True, timeout=10
+    )
     state, _, start = listing.stdout.strip().partition(" ")
     return start.strip() if state and not state.startswith("Z") else None

@@ -88,7 +88,7 @@ def _spans(text: str) -> float:
 def format_duration(seconds: float) -> str:
     """93784 -> `1d 2h`; two units at most, as a person would say it."""
     left = int(seconds)
-    parts = []
+    parts: list[str] = []
     for unit, size in (("d", 86400), ("h", 3600), ("m", 60), ("s", 1)):
         if left >= size or (unit == "s" and not parts):
             parts.append(f"{left // size}{unit}")

@@ -57,7 +57,9 @@ class Head(Node):
     def lost(self, node: str) -> None:
         status = self.nodes.get(node, {})
         if status.get("state") in ("READY", "STARTING"):
-            self.learn(node, {**status, "state": "LOST", "reason": "its agent is silent", "since": time.time()})
+            self.learn(
+                node, {**status, "state": "LOST", "reason": "its agent is silent", "since": time.time()}
+            )
 
     def note(self, event: Json) -> None:
         """One line a transition in the head's own log."""
@@ -74,7 +76,13 @@ class Head(Node):
 
     def flush(self) -> None:
         self._flush_due = False
-        state = {"schema": 1, "nodes": self.nodes, "job": self.job, "started": self.started, "ended": self.ended}
+        state = {
+            "schema": 1,
+            "nodes": self.nodes,
+            "job": self.job,
+            "started": self.started,
+            "ended": self.ended,
+        }
         try:
             files.write_json(self._path("state.json"), state)
         except OSError:
@@ -86,7 +94,12 @@ class Head(Node):
         try:
             files.write_json(
                 self._path("pulse.json"),
-                {"beat": beat, "at": time.time(), "idle_s": round(self.idle.seconds(), 1), "time_left_s": left},
+                {
+                    "beat": beat,
+                    "at": time.time(),
+                    "idle_s": round(self.idle.seconds(), 1),
+                    "time_left_s": left,
+                },
             )
             if self.config["auth"] == "token" and not os.path.exists(self.config["token_path"]):
                 files.write(self.config["token_path"], self.secret)  # somebody removed it: clients need it
@@ -108,7 +121,10 @@ class Head(Node):
     def publish(self) -> None:
         """The connection files: what a person sources and a program reads."""
         assert self.block
-        port, job = self.block.ports, {k: os.environ[k] for k in ("SLURM_JOB_ID", "PBS_JOBID") if k in os.environ}
+        port, job = (
+            self.block.ports,
+            {k: os.environ[k] for k in ("SLURM_JOB_ID", "PBS_JOBID") if k in os.environ},
+        )
         started = datetime.datetime.fromtimestamp(self.started).astimezone().isoformat(timespec="seconds")
         variables: Dict[str, Any] = {
             "RAY_ADDRESS": join(self.ip, port["gcs"]),
@@ -164,7 +180,8 @@ class Head(Node):
                 if self.idle.is_over():
                     return self.stop("idle for %d s" % self.idle.seconds())
             if os.path.exists(self._path("stop-run")):
-                asyncio.ensure_future(self.end_job())
+                self.background.append(asyncio.ensure_future(self.end_job()))
+                os.unlink(self._path("stop-run"))
             if beat % 5 == 0:
                 self.pulse(beat)
             await asyncio.sleep(min(1.0, self.idle.every_s))
@@ -214,7 +231,9 @@ class Head(Node):
         self.signal_job(signal.SIGTERM)
         over = asyncio.ensure_future(process.wait())
         at_once = asyncio.ensure_future(self.at_once.wait())
-        await asyncio.wait([over, at_once], timeout=self.config.get("grace_s", 10), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(
+            [over, at_once], timeout=self.config.get("grace_s", 10), return_when=asyncio.FIRST_COMPLETED
+        )
         at_once.cancel()
         if not over.done():
             self.signal_job(signal.SIGKILL)
@@ -233,7 +252,11 @@ class Head(Node):
         await self.end_job()
         if self.job and self.job["exit_code"] is None:
             code = self.job_process.returncode if self.job_process else None
-            self.job.update(status="STOPPED", ended=time.time(), exit_code=None if code is None else code if code >= 0 else 128 - code)
+            self.job.update(
+                status="STOPPED",
+                ended=time.time(),
+                exit_code=None if code is None else code if code >= 0 else 128 - code,
+            )
         if self.hub:
             self.hub.tell({"do": "stop", "reason": self.stop_reason or self.reason})
         if self.ray:

@@ -19,7 +19,9 @@ Message = Dict[str, Any]
 
 
 def proof(secret: str, side: str, challenge: str, name: str) -> str:
-    return hmac.new(secret.encode(), ("%s %s %s" % (side, challenge, name)).encode(), hashlib.sha256).hexdigest()
+    return hmac.new(
+        secret.encode(), ("%s %s %s" % (side, challenge, name)).encode(), hashlib.sha256
+    ).hexdigest()
 
 
 async def receive(reader: asyncio.StreamReader, timeout: float) -> Message:
@@ -40,7 +42,9 @@ class Hub:
     """The head's side. `on_message(node, message)` is called for each word of a worker, `on_lost(node)` when it is
     silent or its connection is gone."""
 
-    def __init__(self, secret: str, on_message: Callable[[str, Message], None], on_lost: Callable[[str], None]):
+    def __init__(
+        self, secret: str, on_message: Callable[[str, Message], None], on_lost: Callable[[str], None]
+    ):
         self.secret, self.on_message, self.on_lost = secret, on_message, on_lost
         self.writers: Dict[str, asyncio.StreamWriter] = {}
         self.server: Optional[asyncio.AbstractServer] = None
@@ -55,7 +59,9 @@ class Hub:
             send(writer, {"challenge": challenge})
             hello = await receive(reader, 10)
             name = str(hello.get("node"))
-            if not hmac.compare_digest(str(hello.get("proof")), proof(self.secret, "worker", challenge, name)):
+            if not hmac.compare_digest(
+                str(hello.get("proof")), proof(self.secret, "worker", challenge, name)
+            ):
                 return
             send(writer, {"proof": proof(self.secret, "head", str(hello.get("challenge")), name)})
             old = self.writers.pop(name, None)
@@ -100,7 +106,13 @@ class Link:
         status: Callable[[], Message],
         on_message: Callable[[Message], Awaitable[None]],
     ):
-        self.secret, self.node, self.find, self.status, self.on_message = secret, node, find, status, on_message
+        self.secret, self.node, self.find, self.status, self.on_message = (
+            secret,
+            node,
+            find,
+            status,
+            on_message,
+        )
         self.writer: Optional[asyncio.StreamWriter] = None
         self.heard = asyncio.get_running_loop().time()  # when the head was last there
 

@@ -43,7 +43,7 @@ class IdleClock:
 
     def __init__(self, idle: Dict[str, Any], keepalive: str) -> None:
         self.timeout: Optional[float] = idle.get("timeout_s")
-        self.window: Optional[Tuple[int, int]] = tuple(idle["window"]) if idle.get("window") else None  # type: ignore
+        self.window: Optional[Tuple[int, int]] = tuple(idle["window"]) if idle.get("window") else None
         self.keepalive, self._touched = keepalive, self._stamp(keepalive)
         self.since = time.monotonic()
         # six looks a timeout are enough; without one, somebody may still ask `status` how long it has been quiet

@@ -32,7 +32,9 @@ def private_folder() -> str:
                 return tempfile.mkdtemp(prefix="hs-", dir=parent)
             except OSError:
                 continue
-    raise OSError("no folder for temporary files with a path of under %d bytes is writable" % (LONGEST_TEMP - 12))
+    raise OSError(
+        "no folder for temporary files with a path of under %d bytes is writable" % (LONGEST_TEMP - 12)
+    )
 
 
 def do_node(config: Json) -> Json:
@@ -78,7 +80,13 @@ def _be_the_agent(config: Json, temp: str, keeper: int, writer: int) -> None:
         answer = serve(config, temp, Head if config["role"] == "head" else Worker)
     except BaseException as error:
         traceback.print_exc()
-        answer = {"ok": False, "node": config["node"], "exit_code": 1, "state": "FAILED", "reason": repr(error)}
+        answer = {
+            "ok": False,
+            "node": config["node"],
+            "exit_code": 1,
+            "state": "FAILED",
+            "reason": repr(error),
+        }
         _mourn(config, answer["reason"])
     os.write(writer, json.dumps(answer).encode())
     os._exit(0)
@@ -125,7 +133,11 @@ def do_stop(request: Json) -> Json:
         left += processes.end_all(roots, node["mark"])
         temp = node.get("temp") or ""
         # only a folder that an agent made: its name says so, and it is ours
-        if os.path.basename(temp).startswith("hs-") and os.path.isdir(temp) and os.stat(temp).st_uid == os.getuid():
+        if (
+            os.path.basename(temp).startswith("hs-")
+            and os.path.isdir(temp)
+            and os.stat(temp).st_uid == os.getuid()
+        ):
             shutil.rmtree(temp, ignore_errors=True)
     return {"ok": not left, "left": left, "killed": [n["pid"] for n in living]}
 

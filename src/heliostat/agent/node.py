@@ -6,8 +6,9 @@ import asyncio
 import os
 import signal
 import socket
+import sys
 import time
-from typing import Any, Callable, Dict, Optional
+from typing import Any, Callable, Dict, List, Optional
 
 from . import files, hub, ports, probe, processes
 from .raynode import IN_USE, RayNode, join
@@ -21,7 +22,7 @@ class Refused(Exception):
     """This node cannot be started, and another try would end the same way."""
 
 
-def version_tuple(version: str) -> "tuple[int, ...]":
+def version_tuple(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
 
 
@@ -40,6 +41,7 @@ class Node:
         self.stop_reason = ""
         self.stopping = asyncio.Event()
         self.at_once = asyncio.Event()  # told twice, or the whole cluster ends: no draining
+        self.background: List[asyncio.Future[None]] = []  # the loop itself keeps no hold of its tasks
         self.secret = self._secret()
 
     def _secret(self) -> str:
@@ -63,7 +65,12 @@ class Node:
     def last_words(self) -> None:
         """Our own file in the record: who we are, for `stop`, and how we ended, for whoever asks later."""
         keeper = os.getppid()
-        me = {"host": socket.gethostname(), "pid": keeper, "start": processes.start_time(keeper), "temp": self.temp}
+        me = {
+            "host": socket.gethostname(),
+            "pid": keeper,
+            "start": processes.start_time(keeper),
+            "temp": self.temp,
+        }
         try:
             files.write_json(
                 os.path.join(self.folder, "nodes", self.name + ".json"),
@@ -88,7 +95,7 @@ class Node:
     def check_ray(self) -> None:
         version, wanted = probe.ray_version(), self.config.get("ray")
         if version is None:
-            raise Refused("no Ray in the environment of %s" % probe.sys.executable)
+            raise Refused("no Ray in the environment of %s" % sys.executable)
         if wanted and version != wanted:
             raise Refused("Ray %s is installed, %s is asked for" % (version, wanted))
         if self.config["auth"] == "token" and version_tuple(version) < OLDEST_WITH_TOKENS:
@@ -116,7 +123,10 @@ class Node:
             store = min(int(0.3 * (want.get("memory") or whole)), int(0.9 * shm["free_bytes"] / of))
             want["object_store"] = max(LEAST_STORE, store)
         if shm["free_bytes"] < LEAST_STORE:
-            raise Refused("/dev/shm has %d MiB free; Ray needs %d at least" % (shm["free_bytes"] >> 20, LEAST_STORE >> 20))
+            raise Refused(
+                "/dev/shm has %d MiB free; Ray needs %d at least"
+                % (shm["free_bytes"] >> 20, LEAST_STORE >> 20)
+            )
         if want.get("object_store") and not want.get("memory"):
             want["memory"] = max(LEAST_STORE, int(0.95 * whole) - want["object_store"])
 
@@ -145,7 +155,9 @@ class Node:
                 raise Refused(str(error)) from None
             self.info.update(ip=self.ip, ports=ports.as_json(self.block), resources=self.config["resources"])
             head = await self.prepare(self.block)
-            self.ray = RayNode(self.config, self.ip, self.block, self.temp, os.path.join(self.logs, "ray.log"))
+            self.ray = RayNode(
+                self.config, self.ip, self.block, self.temp, os.path.join(self.logs, "ray.log")
+            )
             await self.ray.start(head)
             try:
                 await self.ray.wait_ready(float(self.config.get("start_timeout_s", 180)))
@@ -156,7 +168,7 @@ class Node:
                     raise Refused(str(error)) from None
                 self.block.close()
 
-    async def unless_stopped(self, work: "asyncio.Future[Any]") -> bool:
+    async def unless_stopped(self, work: asyncio.Future[Any]) -> bool:
         """Waits for the work; False when we are told to end first (the work is then given up)."""
         stop = asyncio.ensure_future(self.stopping.wait())
         await asyncio.wait([work, stop], return_when=asyncio.FIRST_COMPLETED)
@@ -183,7 +195,9 @@ class Node:
         end, reason = "GONE", ""
         self.last_words()
         try:
-            self.ip = probe.address(self.config["address"].get("interface"), self.config["address"]["default"])
+            self.ip = probe.address(
+                self.config["address"].get("interface"), self.config["address"]["default"]
+            )
             self.check_ray()
             self.size()
             if await self.unless_stopped(asyncio.ensure_future(self.start_ray())):
@@ -200,7 +214,13 @@ class Node:
         if self.ray:
             self.ray.keep_logs(self.logs)
         self.move(end, reason or self.stop_reason)
-        return {"ok": end == "GONE", "node": self.name, "state": end, "reason": self.reason, "exit_code": self.exit_code()}
+        return {
+            "ok": end == "GONE",
+            "node": self.name,
+            "state": end,
+            "reason": self.reason,
+            "exit_code": self.exit_code(),
+        }
 
     def exit_code(self) -> int:
         return 0 if self.state == "GONE" else 1
@@ -226,8 +246,10 @@ class Worker(Node):
     async def prepare(self, block: ports.Block) -> Optional[Json]:
         if self.link is None:
             self.link = hub.Link(self.secret, self.name, self.find_head, self.status, self.told)
-            asyncio.ensure_future(self.link.run())
-            self.orphans = asyncio.ensure_future(self._orphaned())
+            self.background += [
+                asyncio.ensure_future(self.link.run()),
+                asyncio.ensure_future(self._orphaned()),
+            ]
         while True:  # an open port is not readiness, but before it there is nothing to join
             head = self.find_head()
             if head and self.link.writer and await port_open(head["ip"], head["gcs"]):
@@ -276,7 +298,11 @@ def serve(config: Json, temp: str, make: Callable[[Json, str], Node]) -> Json:
     async def main() -> Json:
         node = make(config, temp)
         loop = asyncio.get_running_loop()
-        for number, reason in ((signal.SIGTERM, "told to stop"), (signal.SIGINT, "interrupted"), (signal.SIGHUP, "hang-up")):
+        for number, reason in (
+            (signal.SIGTERM, "told to stop"),
+            (signal.SIGINT, "interrupted"),
+            (signal.SIGHUP, "hang-up"),
+        ):
             loop.add_signal_handler(number, node.stop, reason)
         return await node.run()
 

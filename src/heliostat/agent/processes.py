@@ -18,7 +18,9 @@ def _table() -> Dict[int, Tuple[int, str, str]]:
     """pid -> (parent, state letter, start time) of every process that can be seen."""
     table: Dict[int, Tuple[int, str, str]] = {}
     if sys.platform != "linux":
-        listing = subprocess.run(["ps", "-axo", "pid=,ppid=,stat=,lstart="], stdout=subprocess.PIPE, timeout=10)
+        listing = subprocess.run(
+            ["ps", "-axo", "pid=,ppid=,stat=,lstart="], stdout=subprocess.PIPE, timeout=10
+        )
         for line in listing.stdout.decode("utf-8", "replace").splitlines():
             pid, parent, state, start = line.split(None, 3)
             table[int(pid)] = (int(parent), state[0], start)

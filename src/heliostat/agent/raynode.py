@@ -14,14 +14,26 @@ from typing import Any, Dict, List, Optional, Tuple
 from . import files, ports, processes
 
 # what is worth keeping of Ray's own logs, and how much of each
-LOGS = re.compile(r"^(raylet|gcs_server|dashboard|dashboard_agent|monitor|runtime_env_agent|ray_process_exit|job-driver-.*)\.")
+LOGS = re.compile(
+    r"^(raylet|gcs_server|dashboard|dashboard_agent|monitor|runtime_env_agent|ray_process_exit|job-driver-.*)\."
+)
 LOG_BYTES = 1 << 20
-IN_USE = re.compile(r"address already in use|port[^\n]*(already|is) (in use|used|occupied)|failed to bind", re.IGNORECASE)
+IN_USE = re.compile(
+    r"address already in use|port[^\n]*(already|is) (in use|used|occupied)|failed to bind", re.IGNORECASE
+)
 # variables of a Ray that the user may be inside of: they would send ours to that one
-FOREIGN = ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_JOB_CONFIG_JSON_ENV_VAR", "RAY_RAYLET_PID", "RAY_NODE_IP_ADDRESS")
+FOREIGN = (
+    "RAY_ADDRESS",
+    "RAY_AUTH_TOKEN",
+    "RAY_JOB_CONFIG_JSON_ENV_VAR",
+    "RAY_RAYLET_PID",
+    "RAY_NODE_IP_ADDRESS",
+)
 
 
-async def http_get(host: str, port: int, path: str, token: str = "", timeout: float = 5.0) -> Tuple[int, bytes]:
+async def http_get(
+    host: str, port: int, path: str, token: str = "", timeout: float = 5.0
+) -> Tuple[int, bytes]:
     """(status, body). HTTP/1.0, so that the answer ends where the connection ends."""
 
     async def exchange() -> bytes:
@@ -123,7 +135,9 @@ class RayNode:
         while True:
             await asyncio.wait([exited], timeout=0.1)
             if exited.done():
-                raise RuntimeError("`ray start` ended with code %s: %s" % (exited.result(), self.last_words()))
+                raise RuntimeError(
+                    "`ray start` ended with code %s: %s" % (exited.result(), self.last_words())
+                )
             try:
                 # the node's own dashboard agent asks the head whether this raylet is alive in the node table
                 answer = await http_get(self.ip, self.block.ports["agent_http"], "/api/local_raylet_healthz")
@@ -138,9 +152,9 @@ class RayNode:
         for pid in processes.children(self.process.pid):
             if processes.executable(pid).endswith("/raylet"):
                 self.raylet = (pid, processes.start_time(pid))
-        asyncio.ensure_future(self._watch(exited))
+        self.watch = asyncio.ensure_future(self._watch(exited))
 
-    async def _watch(self, exited: "asyncio.Future[int]") -> None:
+    async def _watch(self, exited: asyncio.Future[int]) -> None:
         """After a drain the raylet ends and `ray start --block` goes on for ever: watch both."""
         while not exited.done() and (self.raylet is None or processes.alive(*self.raylet)):
             await asyncio.wait([exited], timeout=0.5)
@@ -149,7 +163,9 @@ class RayNode:
     def last_words(self) -> str:
         """The lines of Ray's output that say why, in one line."""
         lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip() for line in files.tail(self.log).splitlines()]
-        telling = [line for line in lines if re.search(r"error|exception|mismatch|refus|fail|unable", line, re.I)]
+        telling = [
+            line for line in lines if re.search(r"error|exception|mismatch|refus|fail|unable", line, re.I)
+        ]
         return " | ".join((telling or [line for line in lines if line])[-3:])[-600:]
 
     async def drain(self) -> None:

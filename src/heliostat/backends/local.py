@@ -41,11 +41,17 @@ class Local:
 
         spec = order.spec
         if spec.autoscale is not None:
-            raise UsageError("`autoscale` has no meaning on `local`", because="there are no other machines to get")
+            raise UsageError(
+                "`autoscale` has no meaning on `local`", because="there are no other machines to get"
+            )
         if spec.hosts or spec.head.host:
-            raise UsageError("`hosts` has no meaning on `local`", because="the nodes are all on this computer")
+            raise UsageError(
+                "`hosts` has no meaning on `local`", because="the nodes are all on this computer"
+            )
         if spec.environment.container:
-            raise UsageError("containers are not built for `local`", hint="use environment.venv or environment.conda")
+            raise UsageError(
+                "containers are not built for `local`", hint="use environment.venv or environment.conda"
+            )
         environment = spec.environment
         python = "python3" if environment.venv or environment.conda else sys.executable
         script = BatchScript(
@@ -85,7 +91,12 @@ class Local:
             logs = order.folder / "logs" / step.nodes[0]
             logs.mkdir(mode=0o700, parents=True, exist_ok=True)
             spawned = host.spawn(step.argv, log=logs / "agent.log", cwd=order.folder)
-            detail = {"pid": spawned.pid, "start": spawned.start, "mark": step.config["mark"], "folder": str(order.folder)}
+            detail = {
+                "pid": spawned.pid,
+                "start": spawned.start,
+                "mark": step.config["mark"],
+                "folder": str(order.folder),
+            }
             yield Handle(f"{spawned.pid}.{spawned.start}", step.nodes, detail)
             spawned.feed(json.dumps(step.config).encode())
 
@@ -105,7 +116,9 @@ class Local:
         folder = Path(handles[0].detail["folder"])
         nodes = [{**handle.detail, "temp": _temp(folder, handle.nodes[0])} for handle in handles]
         request = json.dumps({"nodes": nodes, "now": now, "seconds": STOP_S}).encode()
-        done = host.run([sys.executable, str(folder / "agent.pyz"), "stop"], input=request, timeout=STOP_S + 60)
+        done = host.run(
+            [sys.executable, str(folder / "agent.pyz"), "stop"], input=request, timeout=STOP_S + 60
+        )
         try:
             answer = json.loads(done.out)
         except ValueError:

@@ -15,6 +15,7 @@ from typing import Any
 import click
 
 from heliostat._version import __version__
+from heliostat.cli.options import common
 from heliostat.cli.output import Output
 from heliostat.errors import HeliostatError, Interrupted, UsageError
 
@@ -57,7 +58,9 @@ class Verbs(click.Group):
         with formatter.section("Verbs"):
             formatter.write_dl(list(VERBS.items()))
 
-    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
         if args and args[0] not in VERBS and not args[0].startswith("-"):
             near = difflib.get_close_matches(args[0], VERBS, n=1)
             hint = f"heliostat {near[0]}" if near else "heliostat --help"
@@ -71,6 +74,7 @@ class Verbs(click.Group):
     epilog="Every verb has --help, --json, -q, -v and --debug. A first cluster: heliostat run script.py",
 )
 @click.version_option(__version__, prog_name="heliostat")
+@common
 def cli() -> None:
     """Starts a Ray cluster on the machines you have, runs your work on it, and gives the machines back."""
 
@@ -98,7 +102,9 @@ def run(arguments: Sequence[str]) -> int:
     except (KeyboardInterrupt, click.Abort):
         return output.error(Interrupted("interrupted", hint="heliostat ls"))
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader left: no complaint at exit
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # the reader left: no complaint at exit
         return 141
     except Exception as error:
         return output.error(_defect(error, output.debug))
@@ -112,10 +118,11 @@ def _usage(error: click.UsageError) -> UsageError:
     words = error.format_message().rstrip(".")
     words = words[0].lower() + words[1:] if words else "wrong usage"
     path = error.ctx.command_path if error.ctx else "heliostat"
-    near = getattr(error, "possibilities", None)
     if isinstance(error, click.NoSuchOption):
         words = f"`{path}` has no option `{error.option_name}`"
-        hint = f"did you mean `{sorted(near)[0]}`?" if near else f"{path} --help"
+        known = [name for option in error.ctx.command.params for name in option.opts] if error.ctx else []
+        near = difflib.get_close_matches(error.option_name, known, n=1)
+        hint = f"did you mean `{near[0]}`?" if near else f"{path} --help"
         return UsageError(words, hint=hint)
     return UsageError(words, hint=f"{path} --help")
 
@@ -138,5 +145,8 @@ def _defect(error: Exception, debug: bool) -> HeliostatError:
     except (OSError, HeliostatError):
         pass
     return HeliostatError(
-        "heliostat itself failed", because=f"{type(error).__name__}: {error}"[:300], saw=place, hint="the same command with --debug"
+        "heliostat itself failed",
+        because=f"{type(error).__name__}: {error}"[:300],
+        saw=place,
+        hint="the same command with --debug",
     )

@@ -13,7 +13,7 @@ from heliostat.cli.output import Output
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 @common
 @click.pass_obj
-def command(out: Output, shell: str) -> None:
+def command(out: Output, /, shell: str) -> None:
     """Prints the completion script of a shell: eval "$(heliostat completion bash)"."""
     from heliostat.cli.app import cli
 

@@ -20,7 +20,7 @@ from heliostat.tunnel import DashboardProxy, redirect_page
 @click.option("--port", type=click.IntRange(0, 65535), default=0, help="local port [a free one]")
 @common
 @click.pass_obj
-def command(out: Output, cluster: str, in_browser: bool, port: int) -> None:
+def command(out: Output, /, cluster: str, in_browser: bool, port: int) -> None:
     """Opens a way to the Ray dashboard and prints the local URL, which lets in the first browser that uses it.
 
     Reconnects by itself; ends with Ctrl-C."""
@@ -37,7 +37,9 @@ def command(out: Output, cluster: str, in_browser: bool, port: int) -> None:
         if in_browser:
             import webbrowser
 
-            write_atomic(page, redirect_page(proxy.url))  # not on the browser's command line, which others can read
+            write_atomic(
+                page, redirect_page(proxy.url)
+            )  # not on the browser's command line, which others can read
             webbrowser.open(page.as_uri())
         while life.store.find(cluster):
             time.sleep(1)

@@ -16,7 +16,7 @@ from heliostat.doctor import examine
 @click.option("--on", metavar="SITE", help="check this site")
 @common
 @click.pass_obj
-def command(out: Output, what: str | None, on: str | None) -> int:
+def command(out: Output, /, what: str | None, on: str | None) -> int:
     """Says what is wrong with this machine, a file or a cluster, and what to type."""
     from heliostat.lifecycle import Lifecycle
 

@@ -17,12 +17,16 @@ from heliostat.lifecycle import Lifecycle
 @click.option("--dry-run", is_flag=True, help="say what would be stopped, stop nothing")
 @common
 @click.pass_obj
-def command(out: Output, clusters: tuple[str, ...], every: bool, now: bool, dry_run: bool) -> None:
+def command(out: Output, /, clusters: tuple[str, ...], every: bool, now: bool, dry_run: bool) -> None:
     """Ends exactly these clusters, verifies that nothing is left, and says what it removed."""
     life = Lifecycle(emit=out.emit)
     names = life.store.names() if every else list(dict.fromkeys(clusters))
     if not names and not every:
-        raise UsageError("which cluster?", because=f"clusters here: {', '.join(life.store.names()) or 'none'}", hint="heliostat down NAME")
+        raise UsageError(
+            "which cluster?",
+            because=f"clusters here: {', '.join(life.store.names()) or 'none'}",
+            hint="heliostat down NAME",
+        )
     if dry_run:
         return show_dry(out, life, names)
     done, failed = [], []
@@ -31,7 +35,11 @@ def command(out: Output, clusters: tuple[str, ...], every: bool, now: bool, dry_
             before = life.store.find(name) is not None
             record = life.down(name, now=now).record
             done.append({"name": record.name, "nodes": len(record.nodes), "was_up": before})
-            out.say(f"`{record.name}` is down: {len(record.nodes)} nodes ended" if before else f"`{record.name}` had ended already")
+            out.say(
+                f"`{record.name}` is down: {len(record.nodes)} nodes ended"
+                if before
+                else f"`{record.name}` had ended already"
+            )
         except HeliostatError as error:
             if len(names) == 1:
                 raise
@@ -53,7 +61,14 @@ def command(out: Output, clusters: tuple[str, ...], every: bool, now: bool, dry_
 def show_dry(out: Output, life: Lifecycle, names: list[str]) -> None:
     views = [life.find(name) for name in names]
     if out.json:
-        return out.document({"down": [{"name": v.record.name, "native_ids": [h["native_id"] for h in v.record.handles]} for v in views]})
+        return out.document(
+            {
+                "down": [
+                    {"name": v.record.name, "native_ids": [h["native_id"] for h in v.record.handles]}
+                    for v in views
+                ]
+            }
+        )
     for view in views:
         for handle in view.record.handles:
             out.data(f"# stops {', '.join(handle['nodes'])} of `{view.record.name}`: {handle['native_id']}")

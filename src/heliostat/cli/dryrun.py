@@ -6,8 +6,11 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from heliostat.cli.output import Output
-from heliostat.lifecycle import Lifecycle, agent_archive
+from heliostat.lifecycle import Lifecycle
+from heliostat.planning import agent_archive
+from heliostat.planning import plan as make_plan
 from heliostat.script import quote
+from heliostat.store import ClusterFolder
 from heliostat.units import format_bytes
 
 if TYPE_CHECKING:
@@ -15,7 +18,8 @@ if TYPE_CHECKING:
 
 
 def show(out: Output, life: Lifecycle, config: Config, command: dict[str, Any] | None = None) -> None:
-    order, plan = life.plan(config.spec, command)
+    folder = ClusterFolder(life.store.clusters / config.spec.cluster_name)
+    order, plan = make_plan(folder, config.spec, command=command)
     if out.json:
         files = [{"path": str(f.path), "mode": oct(f.mode), "text": f.text} for f in plan.files]
         steps = [{"argv": list(s.argv), "nodes": list(s.nodes), "config": dict(s.config)} for s in plan.steps]

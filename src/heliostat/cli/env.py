@@ -15,12 +15,13 @@ from heliostat.script import export
 @click.argument("cluster", type=CLUSTER)
 @common
 @click.pass_obj
-def command(out: Output, cluster: str) -> None:
+def command(out: Output, /, cluster: str) -> None:
     """Prints export lines: eval "$(heliostat env NAME)", and ray.init() joins the cluster."""
     view = Lifecycle().find(cluster)
     connection = view.folder.connection()
     if connection is None:
         raise HeliostatError(
-            f"`{cluster}` is {view.state}, so there is nothing to connect to", hint=f"heliostat status {cluster}"
+            f"`{cluster}` is {view.state}, so there is nothing to connect to",
+            hint=f"heliostat status {cluster}",
         )
     out.document({"env": connection["env"]}) if out.json else out.data(export(connection["env"]))

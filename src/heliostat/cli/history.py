@@ -17,14 +17,26 @@ from heliostat.lifecycle import Lifecycle
 from heliostat.store import Record
 from heliostat.units import format_duration
 
-COLUMNS = ("name", "kind", "what", "site", "nodes", "started", "waited_s", "ran_s", "node_hours", "exit_code", "why")
+COLUMNS = (
+    "name",
+    "kind",
+    "what",
+    "site",
+    "nodes",
+    "started",
+    "waited_s",
+    "ran_s",
+    "node_hours",
+    "exit_code",
+    "why",
+)
 
 
 @click.command()
 @click.option("--csv", "path", type=click.Path(path_type=Path), help="write it as CSV; `-` for stdout")
 @common
 @click.pass_obj
-def command(out: Output, path: Path | None) -> None:
+def command(out: Output, /, path: Path | None) -> None:
     """Lists every cluster and job that ever ran here: what, where, how long it waited and ran, node-hours, exit code."""
     life = Lifecycle()
     records = [*life.store.past(), *(view.record for view in life.all())]
@@ -41,7 +53,9 @@ def command(out: Output, path: Path | None) -> None:
          "-" if r["exit_code"] is None else r["exit_code"], r["why"][:40])
         for r in rows
     ]  # fmt: skip
-    out.data(table(shown, ("NAME", "WHAT", "SITE", "NODES", "STARTED", "WAITED", "RAN", "NODE-H", "EXIT", "WHY")))
+    out.data(
+        table(shown, ("NAME", "WHAT", "SITE", "NODES", "STARTED", "WAITED", "RAN", "NODE-H", "EXIT", "WHY"))
+    )
 
 
 def _span(seconds: float | None) -> str:
@@ -106,4 +120,6 @@ def write_csv(out: Output, rows: list[dict[str, Any]], path: Path) -> None:
         path.write_text(text.getvalue())
     except OSError as error:
         raise HeliostatError(f"could not write `{path}`", because=error.strerror or str(error)) from None
-    out.document({"csv": str(path), "rows": len(rows)}) if out.json else out.say(f"{len(rows)} rows in {path}")
+    out.document({"csv": str(path), "rows": len(rows)}) if out.json else out.say(
+        f"{len(rows)} rows in {path}"
+    )

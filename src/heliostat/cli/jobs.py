@@ -6,6 +6,7 @@ import click
 
 from heliostat.cli.options import CLUSTER, common
 from heliostat.cli.output import Output, ago, table
+from heliostat.jobs import Jobs
 from heliostat.lifecycle import Lifecycle
 from heliostat.units import format_duration
 
@@ -14,9 +15,9 @@ from heliostat.units import format_duration
 @click.argument("cluster", type=CLUSTER)
 @common
 @click.pass_obj
-def command(out: Output, cluster: str) -> None:
+def command(out: Output, /, cluster: str) -> None:
     """Lists the jobs of a cluster, the newest first."""
-    jobs = Lifecycle().jobs(cluster)
+    jobs = Jobs(Lifecycle()).list(cluster)
     if out.json:
         keys = ("id", "kind", "status", "entrypoint", "started", "seconds", "exit_code", "message")
         return out.document({"cluster": cluster, "jobs": [{key: job[key] for key in keys} for job in jobs]})

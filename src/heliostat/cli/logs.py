@@ -13,6 +13,7 @@ import click
 from heliostat.cli.options import CLUSTER, common
 from heliostat.cli.output import Output
 from heliostat.errors import NotFoundError
+from heliostat.jobs import Jobs
 from heliostat.lifecycle import Lifecycle
 from heliostat.store import ClusterFolder
 
@@ -23,7 +24,7 @@ from heliostat.store import ClusterFolder
 @click.option("-f", "--follow", is_flag=True, help="go on as it grows")
 @common
 @click.pass_obj
-def command(out: Output, cluster: str, what: str | None, follow: bool) -> int | None:
+def command(out: Output, /, cluster: str, what: str | None, follow: bool) -> int | None:
     """Shows the output of a job, the agent and Ray logs of a node, or, with neither, the events of the cluster.
 
     The logs of an ended cluster are kept and shown too."""
@@ -31,20 +32,26 @@ def command(out: Output, cluster: str, what: str | None, follow: bool) -> int | 
     folder = life.store.find(cluster) or life.store.last_past(cluster) or life.store.open(cluster)
     record = folder.record()
     if what is None:
-        return show_events(out, folder, follow)
+        show_events(out, folder, follow)
+        return None
     if record.command and what == "run":
         if follow:
-            return life.follow_run(folder, out.raw) and None
+            Jobs(life).follow(folder, out.raw)
+            return None
         for stream in ("out", "err"):
             copy(out, stream, folder.logs / f"run.{stream}")
         return None
     if what in record.nodes or (folder.logs / what).is_dir():
-        return show_node(out, folder, what, follow)
+        show_node(out, folder, what, follow)
+        return None
     if folder.path.parent == life.store.ended:
         kept = sorted(folder.logs.glob(f"*/job-driver-{what}.log"))
         if not kept:
-            raise NotFoundError(f"there is no job or node `{what}` in what is kept of `{cluster}`", saw=str(folder.logs))
-        return copy(out, "out", kept[0])
+            raise NotFoundError(
+                f"there is no job or node `{what}` in what is kept of `{cluster}`", saw=str(folder.logs)
+            )
+        copy(out, "out", kept[0])
+        return None
     for chunk in life.api(life.look(folder)).output(what, follow=follow):
         out.raw("out", chunk)
     return None
@@ -83,7 +90,9 @@ def show_node(out: Output, folder: ClusterFolder, node: str, follow: bool) -> No
     """The agent's log, `ray start`'s, and Ray's own that were kept; each under its name."""
     sizes: dict[Path, int] = {}
     while True:
-        for path in sorted(p for p in [*(folder.logs / node).glob("*"), *live_logs(folder, node)] if p.is_file()):
+        for path in sorted(
+            p for p in [*(folder.logs / node).glob("*"), *live_logs(folder, node)] if p.is_file()
+        ):
             size = path.stat().st_size
             if size <= sizes.get(path, 0):
                 continue

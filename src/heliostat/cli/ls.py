@@ -16,7 +16,7 @@ from heliostat.store import Record
 @click.option("--all", "every", is_flag=True, help="with the ended ones")
 @common
 @click.pass_obj
-def command(out: Output, every: bool) -> None:
+def command(out: Output, /, every: bool) -> None:
     """Lists my clusters on every site, one line each."""
     life = Lifecycle()
     records = [view.record for view in life.all()]

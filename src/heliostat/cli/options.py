@@ -39,12 +39,14 @@ KEYS = {
 }
 
 
-class ClusterName(click.ParamType):
+class ClusterName(click.ParamType[str]):
     """Completes with the names of my clusters."""
 
     name = "CLUSTER"
 
-    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
         from heliostat.store import Store
 
         return [CompletionItem(name) for name in Store().names() if name.startswith(incomplete)]
@@ -68,24 +70,36 @@ def common(function: F) -> F:
 def cluster_options(function: F) -> F:
     """The options of `up` and `run`."""
     options = [
-        click.option("-f", "--file", "file", type=click.Path(path_type=Path), help="the cluster's file [heliostat.yaml]"),
+        click.option(
+            "-f",
+            "--file",
+            "file",
+            type=click.Path(path_type=Path),
+            help="the cluster's file [heliostat.yaml]",
+        ),
         click.option("--on", metavar="SITE", help="where the machines come from [local]"),
         click.option("--name", help="the cluster's name"),
         click.option("--nodes", type=int, help="nodes in all, the head included [1]"),
         click.option("--min-nodes", type=int, help="begin when so many nodes are alive"),
         click.option("--cpus-per-node", type=int, help="CPUs that Ray may use on each node"),
         click.option("--gpus-per-node", type=int, help="GPUs on each node"),
-        click.option("--memory-per-node", metavar="SIZE", help="memory that Ray may use on each node, e.g. 50G"),
+        click.option(
+            "--memory-per-node", metavar="SIZE", help="memory that Ray may use on each node, e.g. 50G"
+        ),
         click.option("--object-store", metavar="SIZE", help="object store on each node, e.g. 10G"),
         click.option("--time", metavar="TIME", help="how long the cluster may live, e.g. 4:00:00"),
         click.option("--idle-timeout", metavar="TIME", help="end it after so long without work, e.g. 60m"),
-        click.option("--setup", multiple=True, metavar="LINE", help="shell line that runs first on every node"),
+        click.option(
+            "--setup", multiple=True, metavar="LINE", help="shell line that runs first on every node"
+        ),
         click.option("--ray-version", help="the Ray version that must be there"),
         click.option("--venv", metavar="FOLDER", help="virtual environment of the nodes"),
         click.option("--conda", metavar="NAME", help="conda environment of the nodes"),
         click.option("--container", metavar="IMAGE", help="Apptainer image of the nodes"),
         click.option("--interface", metavar="NAME|CIDR", help="network interface of the nodes"),
-        click.option("--port-offset", type=int, metavar="N", help="take ports from 20000+N on, instead of free ones"),
+        click.option(
+            "--port-offset", type=int, metavar="N", help="take ports from 20000+N on, instead of free ones"
+        ),
         click.option("--labels", metavar="K=V,…", help="Ray labels of every node"),
         click.option("--dry-run", is_flag=True, help="print the files and commands, run nothing"),
     ]
@@ -131,7 +145,9 @@ def command_words(words: Sequence[str], site_takes_options: bool = False) -> tup
         native, command = list(words[:cut]), list(words[cut + 1 :])
     else:
         cut = next((i for i, word in enumerate(words) if not word.startswith("-")), len(words))
-        cut = next((i for i, word in enumerate(words) if word.endswith(".py") and not word.startswith("-")), cut)
+        cut = next(
+            (i for i, word in enumerate(words) if word.endswith(".py") and not word.startswith("-")), cut
+        )
         native, command = list(words[:cut]), list(words[cut:])
     if native and not site_takes_options:
         raise UsageError(

@@ -15,8 +15,16 @@ if TYPE_CHECKING:
     from heliostat.lifecycle import Event
 
 _COLOURS = {"error": "31", "hint": "36", "ok": "32", "warn": "33", "fail": "31", "dim": "2", "bold": "1"}
-_STATE_COLOURS = {"ready": "ok", "failed": "fail", "lost": "fail", "partial": "warn", "stopping": "dim", "unknown": "warn"}
+_STATE_COLOURS = {
+    "ready": "ok",
+    "failed": "fail",
+    "lost": "fail",
+    "partial": "warn",
+    "stopping": "dim",
+    "unknown": "warn",
+}
 PROGRESS_AFTER_S = 1.0  # what takes less needs no words
+TOLD = {"QUEUED", "READY", "LOST", "FAILED", "UNKNOWN"}  # the moves that a person waits for, or must know of
 PLAIN_EVERY_S = 10.0  # without a terminal, a waiting line that often
 
 
@@ -93,12 +101,14 @@ class Output:
             self._progress(event)
         elif event.kind == "move":
             reason = event.detail.get("reason") or ""
-            if event.text in ("STARTING", "ALLOCATED", "REQUESTED") and not self.verbose:
+            if event.text not in TOLD and not self.verbose:
                 return
-            self.say(f"{event.node}: {self.state(event.text.lower())}" + (f" ({reason})" if reason else "") + self._age())
-        elif event.kind == "note":
-            self.say(event.text)
-        elif self.verbose:
+            self.say(
+                f"{event.node}: {self.state(event.text.lower())}"
+                + (f" ({reason})" if reason else "")
+                + self._age()
+            )
+        elif event.kind == "note" or self.verbose:
             self.say(event.text)
 
     def _age(self) -> str:
@@ -145,11 +155,14 @@ def _amounts(event: Event) -> str:
     return f"{event.text} {format_bytes(event.detail['bytes'])} of {format_bytes(event.detail['of_bytes'])}"
 
 
-def table(rows: Sequence[Sequence[str]], header: Sequence[str]) -> str:
+def table(rows: Sequence[Sequence[object]], header: Sequence[str]) -> str:
     """Plain columns, for people and for `awk`; no borders, no colour needed to read it."""
     cells = [list(header), *[[str(cell) for cell in row] for row in rows]]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells)
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in cells
+    )
 
 
 def ago(moment: float | None) -> str:

@@ -14,7 +14,7 @@ from heliostat.lifecycle import Lifecycle
 @click.argument("cluster", type=CLUSTER)
 @common
 @click.pass_obj
-def command(out: Output, cluster: str) -> None:
+def command(out: Output, /, cluster: str) -> None:
     """Ends a cluster and starts it anew, as it was asked for. It gets a new token and new ports."""
     view = Lifecycle(emit=out.emit).restart(cluster)
     if out.json:

@@ -15,6 +15,7 @@ import click
 from heliostat.cli.options import cluster_options, command_words, common, read_config
 from heliostat.cli.output import Output
 from heliostat.errors import UsageError
+from heliostat.jobs import Jobs
 from heliostat.lifecycle import Lifecycle
 from heliostat.script import quote
 
@@ -27,7 +28,14 @@ from heliostat.script import quote
 @click.argument("words", metavar="SCRIPT.py [ARGS…] | -- COMMAND…", nargs=-1, type=click.UNPROCESSED)
 @click.pass_obj
 def command(
-    out: Output, words: tuple[str, ...], cluster: str | None, detach: bool, file: Path | None, dry_run: bool, **values: Any
+    out: Output,
+    /,
+    words: tuple[str, ...],
+    cluster: str | None,
+    detach: bool,
+    file: Path | None,
+    dry_run: bool,
+    **values: Any,
 ) -> int | None:
     """Starts a cluster, runs the script on its head when all nodes are there, streams its output, releases everything.
 
@@ -36,7 +44,9 @@ def command(
     life = Lifecycle(emit=out.emit)
     if cluster:
         return run_on(out, life, cluster, argv, detach, dry_run)
-    fresh = {} if values.get("name") else {"name": f"run-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}"}
+    fresh = (
+        {} if values.get("name") else {"name": f"run-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}"}
+    )
     config = read_config(values, file, **fresh)
     what = {"argv": argv, "cwd": os.getcwd(), "text": quote(argv)}
     if dry_run:
@@ -44,7 +54,7 @@ def command(
 
         show(out, life, config, what)
         return None
-    code = life.run(config.spec, what, out.raw, detach=detach)
+    code = Jobs(life).run(config.spec, what, out.raw, detach=detach)
     if detach:
         name = config.spec.cluster_name
         out.say(f"`{name}` is on its way; heliostat logs {name} run -f")
@@ -59,11 +69,15 @@ def script_command(words: tuple[str, ...]) -> list[str]:
     """The command's words; a Python file runs by the Python that runs us. Bad scripts are told before anything starts."""
     _, found = command_words(words)
     if not found:
-        raise UsageError("there is no script to run", hint="heliostat run script.py, or heliostat run -- COMMAND")
+        raise UsageError(
+            "there is no script to run", hint="heliostat run script.py, or heliostat run -- COMMAND"
+        )
     if "--" in words or not found[0].endswith(".py"):
         if "--" not in words and not _exists(found[0]):
             raise UsageError(
-                f"`{found[0]}` is not a Python file that is here", because=f"looked in {os.getcwd()}", hint="heliostat run -- COMMAND"
+                f"`{found[0]}` is not a Python file that is here",
+                because=f"looked in {os.getcwd()}",
+                hint="heliostat run -- COMMAND",
             )
         return found
     check_script(found[0])
@@ -81,13 +95,17 @@ def check_script(name: str) -> None:
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
-        raise UsageError(f"there is no script `{name}`", because=f"looked in {os.getcwd()}", hint=_like(path)) from None
+        raise UsageError(
+            f"there is no script `{name}`", because=f"looked in {os.getcwd()}", hint=_like(path)
+        ) from None
     except OSError as error:
         raise UsageError(f"could not read `{name}`", because=error.strerror or str(error)) from None
     if stat.S_ISDIR(mode):
         raise UsageError(f"`{name}` is a folder, not a script", hint=f"heliostat run {name}/SCRIPT.py")
     if not os.access(path, os.R_OK):
-        raise UsageError(f"could not read `{name}`", because="permission denied", hint=f"chmod u+r {quote([name])}")
+        raise UsageError(
+            f"could not read `{name}`", because="permission denied", hint=f"chmod u+r {quote([name])}"
+        )
 
 
 def _like(path: Path) -> str:
@@ -101,14 +119,16 @@ def _like(path: Path) -> str:
     return f"did you mean `{path.parent / near[0]}`?" if near else "heliostat run SCRIPT.py"
 
 
-def run_on(out: Output, life: Lifecycle, cluster: str, argv: list[str], detach: bool, dry_run: bool) -> int | None:
+def run_on(
+    out: Output, life: Lifecycle, cluster: str, argv: list[str], detach: bool, dry_run: bool
+) -> int | None:
     """On a cluster that runs already: a job there, in this folder."""
     if dry_run:
         out.data(f"# submits to `{cluster}`:\n{quote(argv)}")
         return None
     from heliostat.cli.submit import follow
 
-    job = life.submit(cluster, argv, here=True)
+    job = Jobs(life).submit(cluster, argv, here=True)
     if detach:
         out.document({"name": cluster, "job": job}) if out.json else out.data(job)
         return 0

@@ -16,7 +16,7 @@ from heliostat.lifecycle import Lifecycle
 @click.option("--dry-run", is_flag=True, help="say what would change, change nothing")
 @common
 @click.pass_obj
-def command(out: Output, cluster: str, workers: int, dry_run: bool) -> None:
+def command(out: Output, /, cluster: str, workers: int, dry_run: bool) -> None:
     """So many worker nodes, besides the head, now. Nodes that leave are drained first."""
     life = Lifecycle(emit=out.emit)
     if dry_run:

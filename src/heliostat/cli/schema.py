@@ -13,7 +13,7 @@ from heliostat.cli.output import Output
 @click.command()
 @common
 @click.pass_obj
-def command(out: Output) -> None:
+def command(out: Output, /) -> None:
     """Prints the JSON Schema of heliostat.yaml, for editors and checkers."""
     from pydantic import TypeAdapter
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from heliostat import report
 from heliostat.cli.options import CLUSTER, common
 from heliostat.cli.output import Output, ago, table
 from heliostat.errors import NotFoundError
@@ -19,13 +20,13 @@ from heliostat.units import format_bytes, format_duration
 @click.option("--watch", is_flag=True, help="show it anew every two seconds, until Ctrl-C")
 @common
 @click.pass_obj
-def command(out: Output, cluster: str | None, watch: bool) -> None:
+def command(out: Output, /, cluster: str | None, watch: bool) -> None:
     """Shows the nodes with their state and reason, used/total of each resource, GPUs, jobs, time left, idle time."""
     life = Lifecycle()
     name = cluster or only_one(life)
     if watch and not out.json:
         return show_live(life, name, out)
-    document = life.status(name)
+    document = report.status(life, name)
     out.document(document) if out.json else out.data(render(document, out))
 
 
@@ -36,7 +37,9 @@ def only_one(life: Lifecycle) -> str:
         return names[0]
     if not names:
         raise NotFoundError("there is no cluster", hint="heliostat up")
-    raise NotFoundError("which cluster?", because=f"clusters here: {', '.join(names)}", hint=f"heliostat status {names[0]}")
+    raise NotFoundError(
+        "which cluster?", because=f"clusters here: {', '.join(names)}", hint=f"heliostat status {names[0]}"
+    )
 
 
 def render(status: dict[str, Any], out: Output) -> str:
@@ -52,7 +55,12 @@ def render(status: dict[str, Any], out: Output) -> str:
     if gpus:
         lines += ["", table(gpus, ("NODE", "GPU", "MODEL", "USE", "MEMORY", "TEMPERATURE"))]
     jobs = [
-        (j["id"], j["status"].lower(), "-" if j["seconds"] is None else format_duration(j["seconds"]), (j["entrypoint"] or "")[:60])
+        (
+            j["id"],
+            j["status"].lower(),
+            "-" if j["seconds"] is None else format_duration(j["seconds"]),
+            (j["entrypoint"] or "")[:60],
+        )
         for j in status["jobs"]
     ]
     if jobs:
@@ -105,9 +113,9 @@ def show_live(life: Lifecycle, name: str, out: Output) -> None:
 
     if not sys.stdout.isatty():
         while True:
-            out.data(render(life.status(name), out) + "\n")
+            out.data(render(report.status(life, name), out) + "\n")
             time.sleep(2)
     with Live(console=Console(), screen=True, auto_refresh=False) as live:
         while True:
-            live.update(Text(render(life.status(name), out)), refresh=True)
+            live.update(Text(render(report.status(life, name), out)), refresh=True)
             time.sleep(2)

@@ -6,6 +6,7 @@ import click
 
 from heliostat.cli.options import CLUSTER, common
 from heliostat.cli.output import Output
+from heliostat.jobs import Jobs
 from heliostat.lifecycle import Lifecycle
 
 
@@ -14,9 +15,9 @@ from heliostat.lifecycle import Lifecycle
 @click.argument("job")
 @common
 @click.pass_obj
-def command(out: Output, cluster: str, job: str) -> None:
+def command(out: Output, /, cluster: str, job: str) -> None:
     """Stops a job: SIGTERM, a few seconds to save its work, then SIGKILL."""
-    stopped = Lifecycle().stop_job(cluster, job)
+    stopped = Jobs(Lifecycle()).stop(cluster, job)
     if out.json:
         return out.document({"cluster": cluster, "job": job, "stopped": stopped})
     out.say(f"`{job}` is told to stop" if stopped else f"`{job}` had ended already")

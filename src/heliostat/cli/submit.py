@@ -10,6 +10,7 @@ import click
 from heliostat.cli.options import CLUSTER, common, pairs
 from heliostat.cli.output import Output
 from heliostat.errors import Interrupted, UsageError
+from heliostat.jobs import Jobs
 from heliostat.lifecycle import Lifecycle
 from heliostat.script import quote
 
@@ -17,9 +18,16 @@ from heliostat.script import quote
 @click.command(context_settings={"allow_interspersed_args": True})
 @click.argument("cluster", type=CLUSTER)
 @click.option("--wait", is_flag=True, help="follow the job and return its exit code")
-@click.option("--working-dir", type=click.Path(path_type=Path), help="folder that is uploaded and becomes the job's own")
+@click.option(
+    "--working-dir", type=click.Path(path_type=Path), help="folder that is uploaded and becomes the job's own"
+)
 @click.option("--env", "variables", multiple=True, metavar="K=V", help="environment variable of the job")
-@click.option("--runtime-env", type=click.Path(path_type=Path), metavar="FILE", help="Ray runtime environment (YAML or JSON)")
+@click.option(
+    "--runtime-env",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Ray runtime environment (YAML or JSON)",
+)
 @click.option("--job-id", help="the job's id [made up]")
 @click.option("--dry-run", is_flag=True, help="print what would be submitted")
 @common
@@ -27,6 +35,7 @@ from heliostat.script import quote
 @click.pass_obj
 def command(
     out: Output,
+    /,
     cluster: str,
     wait: bool,
     working_dir: Path | None,
@@ -38,7 +47,9 @@ def command(
 ) -> int | None:
     """Hands a job to a running cluster, through Ray's Jobs API. Prints the job's id."""
     if not words:
-        raise UsageError("there is no command to submit", hint=f"heliostat submit {cluster} -- python script.py")
+        raise UsageError(
+            "there is no command to submit", hint=f"heliostat submit {cluster} -- python script.py"
+        )
     env = pairs(variables, "--env")
     runtime = read_runtime_env(runtime_env) if runtime_env else {}
     if working_dir is not None and not working_dir.is_dir():
@@ -47,12 +58,20 @@ def command(
     if dry_run:
         life.find(cluster)
         if out.json:
-            out.document({"cluster": cluster, "entrypoint": quote(list(words)), "env": env, "runtime_env": runtime})
+            out.document(
+                {"cluster": cluster, "entrypoint": quote(list(words)), "env": env, "runtime_env": runtime}
+            )
         else:
-            out.data(f"# submits to `{cluster}`" + (f", with `{working_dir}` uploaded" if working_dir else "") + ":")
+            out.data(
+                f"# submits to `{cluster}`"
+                + (f", with `{working_dir}` uploaded" if working_dir else "")
+                + ":"
+            )
             out.data(quote(list(words)))
         return None
-    job = life.submit(cluster, words, working_dir=working_dir, env=env, runtime_env=runtime, job_id=job_id)
+    job = Jobs(life).submit(
+        cluster, words, working_dir=working_dir, env=env, runtime_env=runtime, job_id=job_id
+    )
     if wait:
         return follow(out, life, cluster, job)
     out.document({"cluster": cluster, "job": job}) if out.json else out.data(job)
@@ -65,11 +84,13 @@ def follow(out: Output, life: Lifecycle, cluster: str, job: str) -> int:
     if out.verbose:
         out.say(f"job {job}")
     try:
-        code = life.wait_job(cluster, job, lambda chunk: out.raw("out", chunk))
+        code = Jobs(life).wait(cluster, job, lambda chunk: out.raw("out", chunk))
     except KeyboardInterrupt:
         out.say(f"interrupted: stopping the job `{job}` (Ctrl-C again: leave it running)")
-        life.stop_job(cluster, job)
-        raise Interrupted(f"interrupted; the job `{job}` is stopped", hint=f"heliostat jobs {cluster}") from None
+        Jobs(life).stop(cluster, job)
+        raise Interrupted(
+            f"interrupted; the job `{job}` is stopped", hint=f"heliostat jobs {cluster}"
+        ) from None
     if out.json:
         out.document({"cluster": cluster, "job": job, "exit_code": code})
     return code

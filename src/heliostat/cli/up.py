@@ -19,7 +19,9 @@ from heliostat.lifecycle import Lifecycle, View
 @cluster_options
 @common
 @click.pass_obj
-def command(out: Output, path: Path | None, file: Path | None, no_wait: bool, dry_run: bool, **values: Any) -> None:
+def command(
+    out: Output, /, path: Path | None, file: Path | None, no_wait: bool, dry_run: bool, **values: Any
+) -> None:
     """Starts a cluster and returns when it is ready. Prints the Ray address."""
     if path and file:
         raise UsageError(f"two files are given: `{path}` and `{file}`", hint="keep one of them")

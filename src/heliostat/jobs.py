@@ -1,0 +1,196 @@
+"""Work on a cluster: jobs through Ray's Jobs API, and the one command of a `run`."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from heliostat import backends
+from heliostat.errors import HeliostatError
+from heliostat.lifecycle import Event, Lifecycle
+from heliostat.rayapi import NoAnswer, RayApi
+from heliostat.report import run_job
+from heliostat.script import quote
+from heliostat.store import ClusterFolder, write_atomic
+
+if TYPE_CHECKING:
+    from heliostat.spec import ClusterSpec
+
+PATIENCE_S = 30.0  # so long may a head be silent before a job that is waited for is given up
+
+
+class Jobs:
+    def __init__(self, life: Lifecycle) -> None:
+        self.life = life
+
+    # -- through Ray's Jobs API
+
+    def list(self, name: str) -> list[dict[str, Any]]:
+        view = self.life.find(name)
+        return ([run_job(view.run)] if view.run else []) + self.life.api(view).jobs()
+
+    def submit(
+        self,
+        name: str,
+        command: Sequence[str],
+        *,
+        working_dir: Path | None = None,
+        env: dict[str, str] | None = None,
+        runtime_env: dict[str, Any] | None = None,
+        job_id: str | None = None,
+        here: bool = False,
+    ) -> str:
+        """Hands the command to Ray and returns the job's id. One word is a shell line, several are taken as they are.
+
+        here: run it in this folder: in place where the head sees it, else as an uploaded copy."""
+        view = self.life.find(name)
+        api = self.life.api(view)
+        entrypoint = command[0] if len(command) == 1 else quote(list(command))
+        shown = entrypoint
+        runtime = dict(runtime_env or {})
+        if here and working_dir is None:
+            if backends.load(view.record.site).shares_files:
+                entrypoint = f"cd {quote([os.getcwd()])} && exec {entrypoint}"
+            else:
+                working_dir = Path.cwd()
+        given = runtime.get("working_dir")
+        if working_dir is None and isinstance(given, str) and "://" not in given:
+            working_dir = Path(given)
+        if working_dir is not None:
+            runtime["working_dir"] = self._upload(api, working_dir, runtime.pop("excludes", None) or ())
+        runtime["env_vars"] = {"PYTHONUNBUFFERED": "1", **(runtime.get("env_vars") or {}), **(env or {})}
+        job_id = job_id or f"{view.record.name}-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+        submitted = api.submit(entrypoint, job_id, runtime)
+        with view.folder.lock():
+            record = view.folder.record()
+            record.jobs.append({"id": submitted, "entrypoint": shown, "submitted": time.time()})
+            view.folder.save(record)
+        return submitted
+
+    def _upload(self, api: RayApi, folder: Path, excludes: Sequence[str]) -> str:
+        from heliostat.workdir import pack
+
+        def told(verb: str) -> Callable[[int, int], None]:
+            return lambda done, total: self.life.emit(
+                Event("progress", verb, None, {"bytes": done, "of_bytes": total})
+            )
+
+        with pack(folder, excludes, progress=told("packing")) as package:
+            if not api.has_package(package.name):
+                api.upload(package.name, package.data_path, told("uploading"))
+            return package.uri
+
+    def wait(self, name: str, job_id: str, write: Callable[[bytes], None]) -> int:
+        """Follows the job's output to its end; the job's exit code."""
+        api = self.life.api(self.life.find(name))
+        written = 0
+        silent_since: float | None = None
+        while True:
+            try:
+                position = 0
+                for chunk in api.output(job_id):
+                    fresh = chunk[max(0, written - position) :]  # after a break it begins anew
+                    position += len(chunk)
+                    written = max(written, position)
+                    write(fresh)
+                    silent_since = None
+                job = api.job(job_id)
+                break
+            except NoAnswer as error:
+                silent_since = silent_since or time.monotonic()
+                view = self.life.find(name)  # says whether the cluster has ended, or is only slow
+                if view.address is None or time.monotonic() - silent_since > PATIENCE_S:
+                    raise HeliostatError(
+                        f"`{name}` was lost while the job `{job_id}` ran",
+                        because=_why(view.record) or error.because,
+                        hint=f"heliostat logs {name}",
+                    ) from None
+                time.sleep(0.2)
+        self._remember(name, job)
+        return 0 if job["status"] == "SUCCEEDED" else int(job["exit_code"] or 1)
+
+    def _remember(self, name: str, job: dict[str, Any]) -> None:
+        folder = self.life.store.find(name)
+        if folder is None:
+            return
+        with folder.lock():
+            record = folder.record()
+            for known in record.jobs:
+                if known["id"] == job["id"]:
+                    known.update(status=job["status"], exit_code=job["exit_code"], seconds=job["seconds"])
+            folder.save(record)
+
+    def stop(self, name: str, job_id: str) -> bool:
+        """Tells the job to stop; False: it had ended already."""
+        view = self.life.find(name)
+        if view.run and job_id == view.run["id"]:
+            if view.run.get("exit_code") is not None:
+                return False
+            write_atomic(view.folder.path / "stop-run", "")
+            return True
+        return self.life.api(view).stop(job_id)
+
+    # -- the one command of a `run`
+
+    def run(
+        self,
+        spec: ClusterSpec,
+        command: dict[str, Any],
+        write: Callable[[str, bytes], None],
+        *,
+        detach: bool = False,
+    ) -> int:
+        """A cluster for one command: start it, run it when the nodes are there, stream, release; its exit code."""
+        view = self.life.up(spec, command=command, wait=not detach)
+        if detach:
+            return 0
+        try:
+            code = self.follow(view.folder, write)
+            self.life.release(view.folder)
+            return code
+        except KeyboardInterrupt:
+            self.life.interrupted(view.folder)
+            raise
+        except HeliostatError:
+            self.life.give_up(view.folder)
+            raise
+
+    def follow(self, folder: ClusterFolder, write: Callable[[str, bytes], None]) -> int:
+        """The output of the command as it comes (stream name, bytes), to its end; then its exit code."""
+        tails = {"out": folder.logs / "run.out", "err": folder.logs / "run.err"}
+        read = dict.fromkeys(tails, 0)
+
+        def drain() -> bool:
+            before = sum(read.values())
+            for stream, path in tails.items():
+                while chunk := self.life.host.read(path, read[stream]):
+                    read[stream] += len(chunk)
+                    write(stream, chunk)
+            return sum(read.values()) > before
+
+        pause, looked = 0.02, 0.0
+        while True:
+            code = (folder.state().get("job") or {}).get("exit_code")
+            pause = 0.02 if drain() else min(0.1, pause * 1.5)
+            if code is not None:
+                return int(code)
+            if time.monotonic() - looked > 1:
+                looked = time.monotonic()
+                view = self.life.look(folder)
+                if view.record.is_over() and (folder.state().get("job") or {}).get("exit_code") is None:
+                    drain()
+                    raise HeliostatError(
+                        f"the cluster `{view.record.name}` ended before its command did",
+                        because=_why(view.record),
+                        hint=f"heliostat logs {view.record.name} head",
+                    )
+            time.sleep(pause)
+
+
+def _why(record: Any) -> str:
+    reasons = dict.fromkeys(node.reason for node in record.nodes.values() if node.reason)
+    return str(record.reason or "; ".join(reasons))[:300]

@@ -1,0 +1,106 @@
+"""From a spec to what will be written and run: the order for the site, the agents' config, the agent itself.
+
+Everything here needs the whole spec; verbs that only look (`ls`, `status`, `down`) do not import it.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import zipfile
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from heliostat import backends, config
+from heliostat.backends.base import Order, Plan
+from heliostat.spec import ClusterSpec, Member, members
+from heliostat.store import ClusterFolder, Record
+from heliostat.units import parse_window
+
+
+def plan(
+    folder: ClusterFolder,
+    spec: ClusterSpec,
+    nodes: Sequence[Member] | None = None,
+    mark: str = "0" * 16,
+    command: dict[str, Any] | None = None,
+) -> tuple[Order, Plan]:
+    """What the site would write and run to start these nodes (None: all of them). Does nothing."""
+    backend = backends.load(spec.on)
+    order = Order(
+        spec=spec,
+        options=site_options(spec),
+        members=members(spec) if nodes is None else nodes,
+        folder=folder.path,
+        agent=folder.agent,
+        config=agent_config(folder, spec, mark, command),
+    )
+    return order, backend.plan(order)
+
+
+def site_options(spec: ClusterSpec) -> Any:
+    """The site's own table, checked."""
+    kind = backends.load(spec.on).Options
+    try:
+        return TypeAdapter(kind).validate_python(spec.sites.get(spec.on, {}))
+    except ValidationError as error:
+        raise config.explain(error, {}, lambda path: [f.name for f in fields(kind)], prefix=spec.on) from None
+
+
+def agent_config(
+    folder: ClusterFolder, spec: ClusterSpec, mark: str, command: dict[str, Any] | None
+) -> dict[str, Any]:
+    """What every agent of the cluster is told; the site adds what differs from node to node. Holds no secret."""
+    window = spec.network.window()
+    return {
+        "schema": 1,
+        "cluster": spec.cluster_name,
+        "mark": mark,
+        "folder": str(folder.path),
+        "auth": spec.security.auth,
+        "token_path": str(folder.token),
+        "ray": spec.environment.ray,
+        "env": dict(spec.environment.env),
+        "ports": {"window": list(window) if window else None, "offset": spec.network.port_offset},
+        "min_nodes": spec.min_nodes or len(members(spec)),
+        "command": command,
+        "idle": {
+            "timeout_s": spec.idle.timeout,
+            "window": list(parse_window(spec.idle.window)) if spec.idle.window else None,
+        },
+        "time_limit_s": spec.time,
+    }
+
+
+def spec_json(spec: ClusterSpec) -> dict[str, Any]:
+    """The spec as the record keeps it: what was said, and the site's own table."""
+    said: dict[str, Any] = json.loads(spec.model_dump_json(exclude_unset=True))
+    own = {site: table for site, table in spec.sites.items() if site == spec.on}
+    return {**said, "on": spec.on, "name": spec.cluster_name, "nodes": spec.nodes, **own}
+
+
+def spec_of(record: Record) -> ClusterSpec:
+    return config.check(record.spec, {}, backends.names())
+
+
+def members_of(record: Record) -> list[Member]:
+    """The nodes that the record has, as the spec wants them."""
+    return [member for member in members(spec_of(record)) if member.name in record.nodes]
+
+
+def agent_archive() -> bytes:
+    """The agent as one zipapp: the same bytes every time."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+
+        def add(name: str, text: bytes) -> None:
+            archive.writestr(zipfile.ZipInfo(name, (2020, 1, 1, 0, 0, 0)), text, zipfile.ZIP_DEFLATED)
+
+        add("__main__.py", b"import sys\nfrom agent.main import main\nsys.exit(main())\n")
+        for path in sorted((Path(__file__).parent / "agent").glob("*.py")):
+            add(f"agent/{path.name}", path.read_bytes())
+    return buffer.getvalue()

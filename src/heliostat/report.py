@@ -1,0 +1,71 @@
+"""The status document: what the record, the head's agent and Ray know of a cluster, side by side."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from heliostat.errors import HeliostatError
+from heliostat.lifecycle import Lifecycle
+from heliostat.rayapi import FINAL
+from heliostat.store import NodeRecord
+
+
+def status(life: Lifecycle, name: str) -> dict[str, Any]:
+    """As CONTRACT has it. A head that does not answer is told in `problem`; the rest is still true."""
+    view = life.find(name)
+    record, connection, pulse = view.record, view.folder.connection() or {}, view.folder.pulse()
+    told = view.live.get("nodes") or {}
+    ray_nodes: dict[str, dict[str, Any]] = {}
+    jobs = [run_job(view.run)] if view.run else []
+    problem = ""
+    if view.address and not record.is_over():
+        try:
+            api = life.api(view)
+            ray_nodes = {node["name"]: node for node in api.nodes()}
+            jobs += [job for job in api.jobs() if job["kind"] == "job" or job["status"] not in FINAL]
+        except HeliostatError as error:
+            problem = str(error)
+    keys = ("id", "status", "entrypoint", "started", "seconds", "exit_code")
+    return {
+        "schema": 1,
+        "name": record.name,
+        "site": record.site,
+        "state": str(view.state),
+        "ray_version": connection.get("ray"),
+        "address": view.address,
+        "dashboard_port": connection.get("dashboard_port"),
+        "started": record.created,
+        "time_left_s": pulse.get("time_left_s"),
+        "idle_s": pulse.get("idle_s"),
+        "problem": problem,
+        "nodes": [
+            _node(node, told.get(node.name, {}), ray_nodes.get(node.name, {}))
+            for node in record.nodes.values()
+        ],
+        "jobs": [{key: job[key] for key in keys} for job in jobs],
+    }
+
+
+def run_job(job: dict[str, Any]) -> dict[str, Any]:
+    """The command of a `run`, in the shape of Ray's jobs."""
+    started = job.get("started")
+    seconds = (job.get("ended") or time.time()) - started if started else None
+    return {**job, "kind": "run", "seconds": None if seconds is None else round(seconds, 3), "message": ""}
+
+
+def _node(node: NodeRecord, told: dict[str, Any], ray: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "name": node.name,
+        "role": node.role,
+        "group": node.group,
+        "state": str(node.state),
+        "reason": node.reason,
+        "since": node.since,
+        "ip": told.get("ip"),
+        "host": told.get("host"),
+        "native_id": node.handle,
+        "ports": told.get("ports"),
+        "resources": ray.get("resources", {}),
+        "gpus": ray.get("gpus", []),
+    }
