@@ -9,8 +9,9 @@ from typing import Any
 
 from heliostat import backends, config
 from heliostat.errors import HeliostatError
+from heliostat.events import Emit
 from heliostat.jobs import Jobs
-from heliostat.lifecycle import Emit, Lifecycle
+from heliostat.lifecycle import Lifecycle
 from heliostat.rayapi import FINAL
 from heliostat.spec import ClusterSpec
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import stat
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -80,19 +79,13 @@ def _home(life: Lifecycle) -> Iterator[Check]:
 
 def probe(life: Lifecycle, spec: ClusterSpec | None) -> dict[str, Any]:
     """What the agent finds on this machine, in the environment that the nodes would use."""
-    from heliostat.script import BatchScript
+    from heliostat.script import agent_script
 
     environment = spec.environment if spec else None
     with tempfile.TemporaryDirectory(prefix="heliostat-") as folder:
         agent = Path(folder) / "agent.pyz"
         agent.write_bytes(agent_archive())
-        special = environment and (environment.venv or environment.conda)
-        script = BatchScript(
-            command=["python3" if special else sys.executable, str(agent), "probe"],
-            setup=environment.setup if environment else (),
-            venv=str(Path(environment.venv).expanduser()) if environment and environment.venv else None,
-            conda=environment.conda if environment else None,
-        )
+        script = agent_script(environment, agent, "probe")
         path = Path(folder) / "probe.sh"
         path.write_text(script.render())
         done = life.host.run(["bash", str(path)], input=b"{}", timeout=60)

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from heliostat import backends
 from heliostat.errors import HeliostatError
-from heliostat.lifecycle import Event, Lifecycle
+from heliostat.events import Event
+from heliostat.lifecycle import Lifecycle
 from heliostat.rayapi import NoAnswer, RayApi
 from heliostat.report import run_job
 from heliostat.script import quote

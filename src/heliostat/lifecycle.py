@@ -8,17 +8,18 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from heliostat import backends
 from heliostat.backends.base import Handle, Observation
 from heliostat.errors import DeadlineError, HeliostatError, Interrupted, NotFoundError, PartlyDone, UsageError
+from heliostat.events import Emit, Event
 from heliostat.rayapi import RayApi
 from heliostat.states import TERMINAL, ClusterState, NodeState, check_move
 from heliostat.store import ClusterFolder, NodeRecord, Record, Store, write_atomic
 from heliostat.transport import Local, Transport
+from heliostat.units import count
 
 if TYPE_CHECKING:
     from heliostat.spec import ClusterSpec
@@ -26,19 +27,6 @@ if TYPE_CHECKING:
 POLL_S = 0.1
 UP_S = 600.0  # how long `up` waits for a machine that has started; a queue is waited for without end
 N = NodeState
-
-
-@dataclass(frozen=True)
-class Event:
-    """Something happened: `kind` is "move", "note", "progress" or "done"."""
-
-    kind: str
-    text: str
-    node: str | None = None
-    detail: dict[str, Any] = field(default_factory=dict)
-
-
-Emit = Callable[[Event], None]
 
 
 @dataclass
@@ -204,9 +192,11 @@ class Lifecycle:
 
     def up(self, spec: ClusterSpec, *, command: dict[str, Any] | None = None, wait: bool = True) -> View:
         """A cluster as the spec says, ready to use. An unfinished `up` of the same spec is taken up where it was."""
-        from heliostat import planning
+        from heliostat import environment, planning
 
         name = spec.cluster_name
+        if backends.load(spec.on).shares_files:
+            environment.prepare(spec, self.host, self.emit)
         # whatever cannot be done is said before anything is
         planning.plan(ClusterFolder(self.store.clusters / name), spec, command=command)
         mine = False
@@ -448,7 +438,7 @@ class Lifecycle:
                         )
                         node.state, node.reason, node.since = N.STOPPING, reason, time.time()
                 folder.save(record)
-            self.emit(Event("note", f"stopping {len(record.nodes)} nodes of `{record.name}`"))
+            self.emit(Event("note", f"stopping {count(len(record.nodes), 'node')} of `{record.name}`"))
             backends.load(record.site).cancel(
                 [Handle.from_json(h) for h in record.handles], self.host, now=now
             )
@@ -543,7 +533,7 @@ class Lifecycle:
             folder.save(record)
         handles = [Handle.from_json(h) for h in record.handles if set(h["nodes"]) & {n.name for n in leaving}]
         if handles:
-            self.emit(Event("note", f"draining {len(leaving)} nodes"))
+            self.emit(Event("note", f"draining {count(len(leaving), 'node')}"))
             backends.load(record.site).cancel(handles, self.host)
             self.look(folder)
             with folder.lock():

@@ -7,8 +7,14 @@ Python in the agent, never bash in a string.
 from __future__ import annotations
 
 import shlex
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from heliostat.spec import Environment
 
 
 def quote(words: Sequence[str]) -> str:
@@ -26,6 +32,20 @@ def split(text: str) -> list[str]:
     return shlex.split(text)
 
 
+def agent_script(environment: Environment | None, agent: Path, verb: str, **more: Any) -> BatchScript:
+    """The script that calls the agent by the Python of this environment (None: our own)."""
+    if environment is None:
+        return BatchScript([sys.executable, str(agent), verb], **more)
+    special = environment.venv or environment.conda
+    return BatchScript(
+        ["python3" if special else sys.executable, str(agent), verb],
+        setup=environment.setup,
+        venv=str(Path(environment.venv).expanduser()) if environment.venv else None,
+        conda=environment.conda,
+        **more,
+    )
+
+
 @dataclass(frozen=True)
 class BatchScript:
     """command: the agent, as words. setup: shell lines of the user, run first and verbatim. directives: lines such as
@@ -37,7 +57,6 @@ class BatchScript:
     comment: str = ""
     venv: str | None = None
     conda: str | None = None
-    env: Mapping[str, str] = field(default_factory=dict)
 
     def render(self) -> str:
         lines = ["#!/bin/bash", *self.directives]
@@ -50,5 +69,4 @@ class BatchScript:
             # a batch shell has no `conda activate` until its hook has run
             lines.append('eval "$(conda shell.bash hook)" || exit 1')
             lines.append(f"conda activate {quote([self.conda])} || exit 1")
-        lines += export(self.env).splitlines()
         return "\n".join([*lines, f"exec {quote(list(self.command))}"]) + "\n"

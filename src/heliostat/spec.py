@@ -12,6 +12,7 @@ from heliostat.units import parse_bytes, parse_duration, parse_window
 
 NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9-]{0,39}$")
 LABEL_KEY = re.compile(r"^[A-Za-z0-9]([A-Za-z0-9_./-]{0,61}[A-Za-z0-9])?$")
+DEFAULT_RAY = "2.60.0"  # what set-up installs where the file names no version
 HIGHEST_PORT = 65535
 WINDOW_PORTS = 2420  # what one `port_offset` owns: 20 ports of Ray's own services, the rest for its workers
 

@@ -96,6 +96,11 @@ def format_duration(seconds: float) -> str:
     return " ".join(parts[:2])
 
 
+def count(number: int, noun: str) -> str:
+    """1 -> `1 node`, 2 -> `2 nodes`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def parse_window(text: str) -> tuple[int, int]:
     """`02:30-09:00` -> (minutes since midnight, minutes since midnight); the end may be before the start."""
     match = _WINDOW.match(text.strip())

@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).parents[2] / "src" / "heliostat"
 
 FLOORS: dict[str, float] = {
     # nouns
-    **dict.fromkeys(("errors", "spec", "states", "units", "_version"), 0),
+    **dict.fromkeys(("errors", "events", "spec", "states", "units", "_version"), 0),
     # the island: imports nobody, so whoever stands above the nouns may look at it
     "agent": 0.5,
     # doors to the world
@@ -29,7 +29,8 @@ FLOORS: dict[str, float] = {
     # the public Python API
     "api": 3.8,
     **dict.fromkeys(("doctor", "jobs"), 3.7),
-    "planning": 2.5,
+    "planning": 2.5,  # what is to be done; decided there, done by whoever is above
+    "environment": 2.7,
     "report": 3.5,
     # faces
     "cli": 4,
@@ -40,7 +41,7 @@ FRONT_DOOR = "__init__"  # heliostat/__init__.py: it gives out names of every fl
 
 AGENT_PYTHON = (3, 9)
 NEWER_THAN_AGENT_PYTHON = {"tomllib", "annotationlib", "compression"}
-AGENT_LINES = 1500  # lines of code; a program that travels to every node has a reason for each of them
+AGENT_LINES = 1600  # lines of code; a program that travels to every node has a reason for each of them
 
 
 @dataclass(frozen=True)

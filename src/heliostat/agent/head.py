@@ -7,6 +7,7 @@ import datetime
 import json
 import os
 import signal
+import sys
 import time
 from typing import Any, Dict, Optional
 
@@ -197,9 +198,18 @@ class Head(Node):
 
     async def command(self) -> None:
         """Runs the user's command here when enough nodes are there. Its end is the cluster's end."""
-        await self.enough.wait()
         assert self.job and self.block
+        patience = float(self.config.get("gather_s", 600))
+        try:
+            await asyncio.wait_for(self.enough.wait(), patience)
+        except asyncio.TimeoutError:
+            self.job.update(status="FAILED")
+            self.stop_reason = "fewer than %d nodes came within %d s" % (self.config["min_nodes"], patience)
+            return
         command = self.config["command"]
+        argv = list(command["argv"])
+        if argv[0] in ("python", "python3"):
+            argv[0] = sys.executable  # a system may have only one of the two names
         env = {k: v for k, v in os.environ.items() if k != "RAY_AUTH_TOKEN"}
         env.update(self.config.get("env") or {})
         env.update(client_environment(self.config, self.temp))
@@ -208,7 +218,7 @@ class Head(Node):
         try:
             with open(self._path("logs/run.out"), "wb") as out, open(self._path("logs/run.err"), "wb") as err:
                 self.job_process = await asyncio.create_subprocess_exec(
-                    *command["argv"], cwd=command["cwd"], env=env, stdin=asyncio.subprocess.DEVNULL, stdout=out, stderr=err,
+                    *argv, cwd=command["cwd"], env=env, stdin=asyncio.subprocess.DEVNULL, stdout=out, stderr=err,
                     start_new_session=True, preexec_fn=lambda: processes.die_with_parent(signal.SIGKILL),
                 )  # fmt: skip
             self.flush()

@@ -1,4 +1,4 @@
-"""What the agent answers to: `probe`, `node`, `stop`. JSON in on standard input, one JSON answer out on every path."""
+"""What the agent answers to: `probe`, `setup`, `node`, `stop`. JSON in on standard input, one JSON answer out on every path."""
 
 from __future__ import annotations
 
@@ -142,7 +142,18 @@ def do_stop(request: Json) -> Json:
     return {"ok": not left, "left": left, "killed": [n["pid"] for n in living]}
 
 
-VERBS: Dict[str, Callable[[Json], Json]] = {"probe": do_probe, "node": do_node, "stop": do_stop}
+def do_setup(request: Json) -> Json:
+    from . import setup
+
+    return setup.make(request)
+
+
+VERBS: Dict[str, Callable[[Json], Json]] = {
+    "probe": do_probe,
+    "node": do_node,
+    "stop": do_stop,
+    "setup": do_setup,
+}
 
 
 def main() -> int:

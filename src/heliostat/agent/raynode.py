@@ -205,7 +205,9 @@ class RayNode:
 def client_environment(config: Dict[str, Any], temp: str) -> Dict[str, str]:
     """What any Ray program on this node needs to be let in. The token is our own copy, beside the sockets: it works
     when the record's folder is slow, or its token file was removed."""
-    env = {processes.MARK: config["mark"], "HELIOSTAT_CLUSTER": config["cluster"]}
+    # `python` means the Python that has this Ray, whatever shell we were started from
+    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
+    env = {processes.MARK: config["mark"], "HELIOSTAT_CLUSTER": config["cluster"], "PATH": path}
     if config["auth"] == "token":
         return {**env, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": os.path.join(temp, "token")}
     return {**env, "RAY_AUTH_MODE": "disabled"}

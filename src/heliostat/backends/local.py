@@ -36,7 +36,7 @@ class Local:
         return []
 
     def plan(self, order: Order) -> Plan:
-        from heliostat.script import BatchScript
+        from heliostat.script import agent_script
         from heliostat.spec import members
 
         spec = order.spec
@@ -52,15 +52,8 @@ class Local:
             raise UsageError(
                 "containers are not built for `local`", hint="use environment.venv or environment.conda"
             )
-        environment = spec.environment
-        python = "python3" if environment.venv or environment.conda else sys.executable
-        script = BatchScript(
-            comment=f"heliostat: one node of `{spec.cluster_name}` on this computer; its config comes on standard input",
-            command=[python, str(order.agent), "node"],
-            setup=environment.setup,
-            venv=str(Path(environment.venv).expanduser()) if environment.venv else None,
-            conda=environment.conda,
-        )
+        comment = f"heliostat: one node of `{spec.cluster_name}` on this computer; its config comes on standard input"
+        script = agent_script(spec.environment, order.agent, "node", comment=comment)
         path = order.folder / "script.sh"
         # the nodes share the machine; one that comes later gets what the first ones got
         everybody = [member.name for member in members(spec)]

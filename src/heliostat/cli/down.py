@@ -8,6 +8,7 @@ from heliostat.cli.options import CLUSTER, common
 from heliostat.cli.output import Output
 from heliostat.errors import HeliostatError, PartlyDone, UsageError
 from heliostat.lifecycle import Lifecycle
+from heliostat.units import count
 
 
 @click.command()
@@ -36,7 +37,7 @@ def command(out: Output, /, clusters: tuple[str, ...], every: bool, now: bool, d
             record = life.down(name, now=now).record
             done.append({"name": record.name, "nodes": len(record.nodes), "was_up": before})
             out.say(
-                f"`{record.name}` is down: {len(record.nodes)} nodes ended"
+                f"`{record.name}` is down: {count(len(record.nodes), 'node')} ended"
                 if before
                 else f"`{record.name}` had ended already"
             )

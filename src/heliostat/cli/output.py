@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from heliostat.errors import HeliostatError
 
 if TYPE_CHECKING:
-    from heliostat.lifecycle import Event
+    from heliostat.events import Event
 
 _COLOURS = {"error": "31", "hint": "36", "ok": "32", "warn": "33", "fail": "31", "dim": "2", "bold": "1"}
 _STATE_COLOURS = {
@@ -142,7 +142,7 @@ class Output:
 
 def _width() -> int:
     try:
-        return os.get_terminal_size(sys.stderr.fileno()).columns
+        return os.get_terminal_size(sys.stderr.fileno()).columns or 80
     except OSError:
         return 80
 
@@ -152,7 +152,10 @@ def _amounts(event: Event) -> str:
         return event.text
     from heliostat.units import format_bytes
 
-    return f"{event.text} {format_bytes(event.detail['bytes'])} of {format_bytes(event.detail['of_bytes'])}"
+    total = event.detail.get("of_bytes")
+    return f"{event.text} {format_bytes(event.detail['bytes'])}" + (
+        f" of {format_bytes(total)}" if total else ""
+    )
 
 
 def table(rows: Sequence[Sequence[object]], header: Sequence[str]) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import secrets
 import stat
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -66,7 +65,7 @@ def command(
 
 
 def script_command(words: tuple[str, ...]) -> list[str]:
-    """The command's words; a Python file runs by the Python that runs us. Bad scripts are told before anything starts."""
+    """The command's words; a Python file runs by the nodes' own Python. Bad scripts are told before anything starts."""
     _, found = command_words(words)
     if not found:
         raise UsageError(
@@ -81,7 +80,7 @@ def script_command(words: tuple[str, ...]) -> list[str]:
             )
         return found
     check_script(found[0])
-    return [sys.executable, found[0], *found[1:]]
+    return ["python3", found[0], *found[1:]]
 
 
 def _exists(word: str) -> bool:

@@ -8,6 +8,7 @@ from heliostat.cli.options import CLUSTER, common
 from heliostat.cli.output import Output
 from heliostat.cli.up import summary
 from heliostat.lifecycle import Lifecycle
+from heliostat.units import count
 
 
 @click.command()
@@ -26,4 +27,4 @@ def command(out: Output, /, cluster: str, workers: int, dry_run: bool) -> None:
             return out.document({"name": cluster, "workers": now, "wanted": workers})
         return out.data(f"# {cluster}: {now} workers now, {workers} wanted")
     view = life.scale(cluster, workers)
-    out.document(summary(view)) if out.json else out.say(f"`{cluster}` has {view.alive()} nodes")
+    out.document(summary(view)) if out.json else out.say(f"`{cluster}` has {count(view.alive(), 'node')}")

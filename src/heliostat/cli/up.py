@@ -11,6 +11,7 @@ from heliostat.cli.options import cluster_options, common, read_config
 from heliostat.cli.output import Output
 from heliostat.errors import UsageError
 from heliostat.lifecycle import Lifecycle, View
+from heliostat.units import count
 
 
 @click.command()
@@ -40,7 +41,7 @@ def command(
     if no_wait:
         return out.say(f"`{name}` is asked for; heliostat status {name}")
     if was_ready:
-        out.say(f"`{name}` is up already, with {view.alive()} nodes")
+        out.say(f"`{name}` is up already, with {count(view.alive(), 'node')}")
     else:
         banner(out, view)
     out.data(view.address or "")
@@ -63,8 +64,7 @@ def summary(view: View) -> dict[str, Any]:
 def banner(out: Output, view: View) -> None:
     """What next, in commands that work as they stand."""
     name = view.record.name
-    nodes = view.alive()
-    out.say(f"`{name}` is {out.state(str(view.state))}: {nodes} node{'s' if nodes != 1 else ''}")
+    out.say(f"`{name}` is {out.state(str(view.state))}: {count(view.alive(), 'node')}")
     for what, line in (
         ("run a job", f"heliostat submit {name} --wait -- python script.py"),
         ("use it here", f'eval "$(heliostat env {name})"'),

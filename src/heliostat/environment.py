@@ -1,0 +1,87 @@
+"""The environment that the nodes use, as the spec names it: the interpreter to call, and making it where it is absent."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from heliostat.errors import HeliostatError, UsageError
+from heliostat.events import Emit, Event
+from heliostat.planning import agent_archive
+from heliostat.spec import DEFAULT_RAY
+
+if TYPE_CHECKING:
+    from heliostat.spec import ClusterSpec
+    from heliostat.transport import Transport
+
+INSTALL_S = 1800.0
+
+
+def prepare(spec: ClusterSpec, host: Transport, emit: Emit) -> None:
+    """Makes the virtual environment that the spec names, where there is none; tells how far it is."""
+    wanted = spec.environment
+    if wanted.requirements and not wanted.venv:
+        raise UsageError(
+            "`environment.requirements` needs `environment.venv`", because="that is where they are installed"
+        )
+    if not wanted.venv:
+        return
+    folder = Path(wanted.venv).expanduser()
+    if (folder / "bin" / "python").exists():
+        return
+    if folder.exists():
+        raise HeliostatError(
+            f"`{folder}` is not a virtual environment",
+            because="it has no bin/python",
+            hint="name another folder: one that is not there is made",
+        )
+    request = {
+        "venv": str(folder),
+        "ray": wanted.ray or DEFAULT_RAY,
+        "requirements": str(Path(wanted.requirements).absolute()) if wanted.requirements else None,
+        "seconds": INSTALL_S,
+    }
+    emit(Event("note", f"making {folder} with Ray {request['ray']}"))
+    over = threading.Event()
+    watcher = threading.Thread(target=_tell_size, args=(folder, emit, over), daemon=True)
+    watcher.start()
+    try:
+        with tempfile.TemporaryDirectory(prefix="heliostat-") as place:
+            agent = Path(place) / "agent.pyz"
+            agent.write_bytes(agent_archive())
+            done = host.run(
+                [sys.executable, str(agent), "setup"],
+                input=json.dumps(request).encode(),
+                timeout=INSTALL_S + 60,
+            )
+    finally:
+        over.set()
+        watcher.join()
+    try:
+        answer = json.loads(done.out)
+    except ValueError:
+        answer = {"ok": False, "reason": done.err.strip()[-300:]}
+    if not answer["ok"]:
+        raise HeliostatError(
+            f"could not make the environment `{folder}`",
+            because=answer.get("reason") or answer.get("error", ""),
+            hint=f"python3 -m venv {folder} && {folder}/bin/pip install 'ray[default]=={request['ray']}'",
+        )
+
+
+def _tell_size(folder: Path, emit: Emit, over: threading.Event) -> None:
+    """An installer tells little of its own; what has arrived on disk says how far it is."""
+    while not over.wait(1.0):
+        size = 0
+        for place, _, names in os.walk(folder):
+            for name in names:
+                try:
+                    size += os.lstat(os.path.join(place, name)).st_size
+                except OSError:
+                    pass
+        emit(Event("progress", "installing", None, {"bytes": size}))
