@@ -326,6 +326,8 @@ class Lifecycle:
                 )
             need = need or (planning.spec_of(record).min_nodes or len(record.nodes))
             head = next(node for node in record.nodes.values() if node.role == "head")
+            if view.run and view.run.get("started"):
+                return view  # a short command may have come and gone between two looks
             if head.state in TERMINAL:
                 raise self._failed(view, head)
             on_the_way = [

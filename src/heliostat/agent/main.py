@@ -27,13 +27,13 @@ def do_probe(_: Json) -> Json:
 def private_folder() -> str:
     """A new folder of ours alone on a local disk, with a path that is short enough for Ray's sockets."""
     for parent in (tempfile.gettempdir(), "/tmp"):
-        if len(os.fsencode(parent)) + len("/hs-12345678") <= LONGEST_TEMP:
+        if len(os.fsencode(parent)) + len("/hs-12345678/ray") <= LONGEST_TEMP:
             try:
                 return tempfile.mkdtemp(prefix="hs-", dir=parent)
             except OSError:
                 continue
     raise OSError(
-        "no folder for temporary files with a path of under %d bytes is writable" % (LONGEST_TEMP - 12)
+        "no folder for temporary files with a path of under %d bytes is writable" % (LONGEST_TEMP - 16)
     )
 
 

@@ -58,6 +58,8 @@ class RayNode:
 
     def __init__(self, config: Dict[str, Any], ip: str, block: ports.Block, temp: str, log: str) -> None:
         self.config, self.ip, self.block, self.temp, self.log = config, ip, block, temp, log
+        # one below our private folder: Ray opens its own to everybody (0777), ours stays 0700
+        self.ray_temp = os.path.join(temp, "ray")
         self.process: Optional[asyncio.subprocess.Process] = None
         self.raylet: Optional[Tuple[int, Optional[str]]] = None
         self.ended = asyncio.Event()  # set when the raylet or `ray start` is gone
@@ -92,7 +94,7 @@ class RayNode:
             argv += ["--address=%s" % join(head["ip"], head["gcs"])]
         argv += [
             "--node-name=" + self.config["node"],
-            "--temp-dir=" + self.temp,
+            "--temp-dir=" + self.ray_temp,
             "--node-manager-port=%d" % port["node_manager"],
             "--object-manager-port=%d" % port["object_manager"],
             "--runtime-env-agent-port=%d" % port["runtime_env_agent"],
@@ -190,7 +192,7 @@ class RayNode:
 
     def keep_logs(self, folder: str) -> None:
         """The Ray logs that matter, the end of each, into the record."""
-        logs = os.path.join(self.temp, "session_latest", "logs")
+        logs = os.path.join(self.ray_temp, "session_latest", "logs")
         try:
             names = sorted(name for name in os.listdir(logs) if LOGS.match(name))
             os.makedirs(folder, mode=0o700, exist_ok=True)

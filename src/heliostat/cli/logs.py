@@ -110,6 +110,6 @@ def show_node(out: Output, folder: ClusterFolder, node: str, follow: bool) -> No
 def live_logs(folder: ClusterFolder, node: str) -> list[Path]:
     """Ray's logs where they are now, while the node lives on this machine."""
     temp = folder.last_words(node).get("temp")
-    logs = Path(str(temp)) / "session_latest" / "logs" if temp else None
+    logs = Path(str(temp)) / "ray" / "session_latest" / "logs" if temp else None
     names = ("raylet.out", "raylet.err", "gcs_server.out", "gcs_server.err", "dashboard.log", "monitor.log")
     return [logs / name for name in names if (logs / name).exists()] if logs else []
