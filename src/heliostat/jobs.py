@@ -20,6 +20,7 @@ from heliostat.store import ClusterFolder, write_atomic
 
 if TYPE_CHECKING:
     from heliostat.spec import ClusterSpec
+    from heliostat.transport import Transport
 
 PATIENCE_S = 30.0  # so long may a head be silent before a job that is waited for is given up
 
@@ -149,12 +150,13 @@ class Jobs:
         view = self.life.up(spec, command=command, wait=not detach)
         if detach:
             return 0
+        tail = Tail(self.life.host, view.folder, write)
         try:
-            code = self.follow(view.folder, write)
+            code = self._follow(view.folder, tail)
             self.life.release(view.folder)
             return code
         except KeyboardInterrupt:
-            self.life.interrupted(view.folder)
+            self.life.interrupted(view.folder, last_look=tail.drain)
             raise
         except HeliostatError:
             self.life.give_up(view.folder)
@@ -162,34 +164,44 @@ class Jobs:
 
     def follow(self, folder: ClusterFolder, write: Callable[[str, bytes], None]) -> int:
         """The output of the command as it comes (stream name, bytes), to its end; then its exit code."""
-        tails = {"out": folder.logs / "run.out", "err": folder.logs / "run.err"}
-        read = dict.fromkeys(tails, 0)
+        return self._follow(folder, Tail(self.life.host, folder, write))
 
-        def drain() -> bool:
-            before = sum(read.values())
-            for stream, path in tails.items():
-                while chunk := self.life.host.read(path, read[stream]):
-                    read[stream] += len(chunk)
-                    write(stream, chunk)
-            return sum(read.values()) > before
-
+    def _follow(self, folder: ClusterFolder, tail: Tail) -> int:
         pause, looked = 0.02, 0.0
         while True:
             code = (folder.state().get("job") or {}).get("exit_code")
-            pause = 0.02 if drain() else min(0.1, pause * 1.5)
+            pause = 0.02 if tail.drain() else min(0.1, pause * 1.5)
             if code is not None:
                 return int(code)
             if time.monotonic() - looked > 1:
                 looked = time.monotonic()
                 view = self.life.look(folder)
                 if view.record.is_over() and (folder.state().get("job") or {}).get("exit_code") is None:
-                    drain()
+                    tail.drain()
                     raise HeliostatError(
                         f"the cluster `{view.record.name}` ended before its command did",
                         because=_why(view.record),
                         hint=f"heliostat logs {view.record.name} head",
                     )
             time.sleep(pause)
+
+
+class Tail:
+    """The two streams of a `run` command, from their beginning."""
+
+    def __init__(self, host: Transport, folder: ClusterFolder, write: Callable[[str, bytes], None]) -> None:
+        self.host, self.write = host, write
+        self.paths = {"out": folder.logs / "run.out", "err": folder.logs / "run.err"}
+        self.read = dict.fromkeys(self.paths, 0)
+
+    def drain(self) -> bool:
+        """Writes what has come since the last time; whether there was any."""
+        before = sum(self.read.values())
+        for stream, path in self.paths.items():
+            while chunk := self.host.read(path, self.read[stream]):
+                self.read[stream] += len(chunk)
+                self.write(stream, chunk)
+        return sum(self.read.values()) > before
 
 
 def _why(record: Any) -> str:

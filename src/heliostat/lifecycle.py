@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -381,14 +382,14 @@ class Lifecycle:
             hint="the same command again starts the missing ones",
         )
 
-    def interrupted(self, folder: ClusterFolder) -> None:
-        """Ctrl-C: release everything; once more: at once."""
+    def interrupted(self, folder: ClusterFolder, last_look: Callable[[], object] = bool) -> None:
+        """Ctrl-C: release everything; once more: at once. `last_look` sees the files before they go to the history."""
         name = folder.name
         self.emit(Event("note", f"interrupted: releasing `{name}` (Ctrl-C again: at once)"))
         try:
-            self._end(folder, "interrupted")
+            self._end(folder, "interrupted", last_look=last_look)
         except KeyboardInterrupt:
-            self._end(folder, "interrupted twice", now=True)
+            self._end(folder, "interrupted twice", now=True, last_look=last_look)
         raise Interrupted(f"interrupted; `{name}` is released", hint=f"heliostat logs {name}") from None
 
     def give_up(self, folder: ClusterFolder) -> None:
@@ -416,7 +417,9 @@ class Lifecycle:
                 raise
             return past
 
-    def _end(self, folder: ClusterFolder, reason: str, *, now: bool = False) -> View:
+    def _end(
+        self, folder: ClusterFolder, reason: str, *, now: bool = False, last_look: Callable[[], object] = bool
+    ) -> View:
         try:
             with folder.lock():
                 record = folder.record()
@@ -428,22 +431,13 @@ class Lifecycle:
                         and node.handle is not None
                         and node.state is not N.STOPPING
                     ):
-                        check_move(node.state, N.STOPPING)
-                        folder.append(
-                            {
-                                "at": time.time(),
-                                "kind": "move",
-                                "node": node.name,
-                                "from": node.state,
-                                "to": N.STOPPING,
-                            }
-                        )
-                        node.state, node.reason, node.since = N.STOPPING, reason, time.time()
+                        _move(folder, node, N.STOPPING, reason)
                 folder.save(record)
             self.emit(Event("note", f"stopping {count(len(record.nodes), 'node')} of `{record.name}`"))
             backends.load(record.site).cancel(
                 [Handle.from_json(h) for h in record.handles], self.host, now=now
             )
+            last_look()
             view = self.look(folder)
         except NotFoundError:
             past = self.store.last_past(folder.name)  # another `down` was faster
@@ -518,7 +512,7 @@ class Lifecycle:
                 if n.role == "worker" and n.name not in wanted and n.state not in TERMINAL
             ]
             for node in leaving:
-                node.state, node.reason, node.since = N.STOPPING, "scaled down", time.time()
+                _move(folder, node, N.STOPPING, "scaled down")
             for extra in [
                 n
                 for n, node in record.nodes.items()
@@ -581,6 +575,16 @@ class Lifecycle:
             (Handle.from_json(h) for h in view.record.handles if h["native_id"] == head.handle), None
         )
         return backends.load(view.record.site).reach(handle, self.host) if handle else self.host
+
+
+def _move(folder: ClusterFolder, node: NodeRecord, state: NodeState, reason: str) -> None:
+    """One legal move, with its line in the events. The caller holds the lock and saves the record."""
+    check_move(node.state, state)
+    now = time.time()
+    folder.append(
+        {"at": now, "kind": "move", "node": node.name, "from": node.state, "to": state, "reason": reason}
+    )
+    node.state, node.reason, node.since = state, reason, now
 
 
 def _is_missing(node: NodeRecord) -> bool:

@@ -27,7 +27,7 @@ class Head(Node):
         self.job: Optional[Json] = None
         self.job_process: Optional[asyncio.subprocess.Process] = None
         self.enough = asyncio.Event()
-        self.started = time.time()
+        self.started = self.looked = time.time()
         self.began = time.monotonic()
         self.ended: Optional[Json] = None
         self.idle = IdleClock(config.get("idle") or {}, self._path("keepalive"))
@@ -191,8 +191,9 @@ class Head(Node):
         assert self.block
         if self.job and self.job["status"] in ("PENDING", "RUNNING"):
             return self.idle.note(True)
+        since, self.looked = self.looked, time.time()  # what began and ended between two looks counts
         try:
-            self.idle.note(await activity(self.block.ports["dashboard"], self.secret) is not None)
+            self.idle.note(await activity(self.block.ports["dashboard"], self.secret, since) is not None)
         except (OSError, KeyError, TypeError, asyncio.TimeoutError):
             self.idle.note(True)  # we do not know, so nobody's work is ended
 

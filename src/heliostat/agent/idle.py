@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from typing import Any, Dict, Optional, Tuple
@@ -13,8 +14,9 @@ _ACTORS = "/api/v0/actors?filter_keys=state&filter_predicates=%3D&filter_values=
 _OWN = "SUPERVISOR_ACTOR_RAY_NAMESPACE"  # the actor that runs a submitted job, which is counted as a job
 
 
-async def activity(port: int, token: str) -> Optional[str]:
-    """What is going on, in a few words; None: nothing. Raises OSError when Ray's dashboard does not answer."""
+async def activity(port: int, token: str, since: float = math.inf) -> Optional[str]:
+    """What is going on, in a few words, or ended after `since` (seconds of the epoch); None: nothing.
+    Raises OSError when Ray's dashboard does not answer."""
 
     async def ask(path: str) -> Any:
         status, body = await http_get("127.0.0.1", port, path, token, timeout=30)
@@ -26,7 +28,7 @@ async def activity(port: int, token: str) -> Optional[str]:
             raise OSError("%s answers no JSON" % path) from None
 
     for job in await ask("/api/jobs/"):
-        if job.get("status") in ("PENDING", "RUNNING"):
+        if job.get("status") in ("PENDING", "RUNNING") or (job.get("end_time") or 0) / 1000 >= since:
             return "job %s" % (job.get("submission_id") or job.get("job_id"))
     driver = (await ask("/api/component_activities")).get("driver") or {}
     if driver.get("is_active") == "ACTIVE":
