@@ -42,14 +42,16 @@ class Found:
         return [str(process) for process in processes] + [f"folder {path}" for path in sorted(self.folders)]
 
 
-def look() -> Found:
-    """Our agents, what they started, and their temp folders, as they are now. Empty where there is no /proc."""
+def look(temp: Path = TEMP) -> Found:
+    """Our agents, what they started, and their folders in `temp`, as they are now. Empty where there is no /proc."""
     ours: set[Process] = set()
     workers: list[tuple[Process, set[Path]]] = []
     other_runs = ""
     for entry in PROC.glob("[0-9]*"):
         environ, command = _read(entry / "environ"), _read(entry / "cmdline")
-        if f"{TAG}=" in environ and f"{TAG}={RUN}\0" not in environ:
+        ours_at_all = "HELIOSTAT_NODE=" in environ or "agent.pyz" in command
+        # whatever a test starts has this run's tag: with another, or with none, it is somebody else's cluster
+        if f"{TAG}={RUN}\0" not in environ and (f"{TAG}=" in environ or ours_at_all):
             other_runs += f"{command}\n{environ}\n"
             continue
         process = Process(int(entry.name), _start(entry), command.replace("\0", " ").strip()[:200])
@@ -57,10 +59,10 @@ def look() -> Found:
             continue  # it ended while we looked
         if command.startswith("ray::"):
             # Ray's workers overwrite their environ with their title, but write their logs in the temp folder.
-            workers.append((process, _open_folders(entry)))
-        elif "HELIOSTAT_NODE=" in environ or "agent.pyz" in command:
+            workers.append((process, _open_folders(entry, temp)))
+        elif ours_at_all:
             ours.add(process)
-    folders = {path for path in TEMP.glob(FOLDERS) if str(path) not in other_runs}
+    folders = {path for path in temp.glob(FOLDERS) if str(path) not in other_runs}
     ours |= {
         process for process, used in workers if used and any(str(path) not in other_runs for path in used)
     }
@@ -73,11 +75,11 @@ def records(home: Path) -> list[str]:
     return [f"record {path}" for path in sorted(clusters.iterdir())] if clusters.is_dir() else []
 
 
-def settle(before: Found, home: Path, seconds: float = 20.0) -> tuple[Found, list[str]]:
+def settle(before: Found, home: Path, seconds: float = 20.0, temp: Path = TEMP) -> tuple[Found, list[str]]:
     """What appeared after `before` and is still there when nothing is left or the time is over, and it in words."""
     deadline = time.monotonic() + seconds
     while True:
-        left = look().since(before)
+        left = look(temp).since(before)
         lines = left.lines() + records(home)
         if not lines or time.monotonic() > deadline:
             return left, lines
@@ -121,14 +123,14 @@ def _start(entry: Path) -> str:
     return fields[19] if len(fields) > 19 and fields[0] not in "ZX" else ""
 
 
-def _open_folders(entry: Path) -> set[Path]:
-    """The temp folders of ours in which a process has a file open."""
+def _open_folders(entry: Path, temp: Path) -> set[Path]:
+    """The folders of ours in `temp` in which a process has a file open."""
     found = set()
     try:
         for fd in (entry / "fd").iterdir():
             target = Path(os.readlink(fd))
             for parent in target.parents:
-                if parent.parent == TEMP and parent.match(FOLDERS):
+                if parent.parent == temp and parent.match(FOLDERS):
                     found.add(parent)
     except OSError:
         pass

@@ -39,10 +39,11 @@ def load(
     file: Path | None = None,
     environ: Mapping[str, str] = os.environ,
     flags: Mapping[str, Any] | None = None,
+    spelled: Mapping[str, str] | None = None,
     look_in: Path | None = None,
 ) -> Config:
     """`sites`: the names whose tables the file may hold. `flags`: dotted key -> value; None means not given.
-    `file` None: `heliostat.yaml` of the folder `look_in`, where there is one."""
+    `spelled`: dotted key -> its flag, where that has another name. `file` None: `heliostat.yaml` of the folder `look_in`, where there is one."""
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     if file is None and look_in is not None and (look_in / FILE).is_file():
@@ -53,7 +54,8 @@ def load(
         _put(values, origins, key, value, origin)
     for key, value in (flags or {}).items():
         if value is not None:
-            _put(values, origins, key, value, f"--{key.rpartition('.')[2].replace('_', '-')}")
+            flag = (spelled or {}).get(key) or key.rpartition(".")[2]
+            _put(values, origins, key, value, f"--{flag.replace('_', '-')}")
     return Config(check(values, origins, sorted(sites)), origins)
 
 
@@ -68,6 +70,10 @@ def check(values: Mapping[str, Any], origins: Mapping[str, str], sites: list[str
                 hint=f"{site}: {{key: value}}",
             )
     plain = {key: value for key, value in values.items() if key not in sites}
+    if "sites" in plain:  # where the model keeps those tables; no key of the file
+        known = ", ".join(sorted([*_keys(ClusterSpec, []), *sites]))
+        because = _where(origins, "sites").strip(" ()")
+        raise UsageError("unknown key `sites`", because=because, hint=f"known keys: {known}")
     try:
         spec = ClusterSpec.model_validate({**plain, "sites": tables})
     except ValidationError as error:
@@ -156,6 +162,8 @@ def _put(values: dict[str, Any], origins: dict[str, str], key: str, value: Any, 
             inner = values[table] = {"host": inner} if table == "head" else {}
         values = inner
     values[last] = value
+    for below in [known for known in origins if known.startswith(f"{key}.")]:
+        del origins[below]
     origins[key] = origin
 
 
@@ -169,20 +177,21 @@ def _merge(
 def _read(file: Path) -> tuple[dict[str, Any], dict[str, str]]:
     """The file's values, and the line of each."""
     try:
-        data = file.read_bytes()
+        with open(file, "rb") as stream:
+            data = stream.read(LARGEST_FILE + 1)
     except OSError as error:
         raise UsageError(
             f"could not read `{file}`", because=error.strerror or str(error), hint="heliostat up --on local"
         ) from None
     if len(data) > LARGEST_FILE:
-        raise UsageError(f"`{file}` is too large", because=f"{len(data)} bytes; {LARGEST_FILE} are the most")
+        raise UsageError(f"`{file}` is too large", because=f"{LARGEST_FILE} bytes are the most")
     try:
         text = data.decode()
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         words = " ".join(str(error).split())[:300]
         raise UsageError(f"`{file}` is not YAML", because=words, hint="heliostat schema") from None
-    if root is None:
+    if root is None or root.tag == "tag:yaml.org,2002:null":
         return {}, {}
     if not isinstance(root, yaml.MappingNode):
         raise UsageError(

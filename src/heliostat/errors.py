@@ -63,6 +63,10 @@ class NotFoundError(HeliostatError):
     exit_code = 5
 
 
+class DiskError(HeliostatError):
+    """The record could not be written; whatever else was done is done."""
+
+
 class Interrupted(HeliostatError):
     """The person pressed Ctrl-C; the record is intact and `down` works."""
 

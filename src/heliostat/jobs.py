@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from heliostat import backends
-from heliostat.errors import HeliostatError
+from heliostat.errors import DiskError, HeliostatError, NotFoundError
 from heliostat.events import Event
-from heliostat.lifecycle import Lifecycle
+from heliostat.lifecycle import Lifecycle, View
 from heliostat.rayapi import NoAnswer, RayApi
 from heliostat.report import run_job
 from heliostat.script import quote
@@ -67,11 +67,23 @@ class Jobs:
         runtime["env_vars"] = {"PYTHONUNBUFFERED": "1", **(runtime.get("env_vars") or {}), **(env or {})}
         job_id = job_id or f"{view.record.name}-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}"
         submitted = api.submit(entrypoint, job_id, runtime)
-        with view.folder.lock():
-            record = view.folder.record()
-            record.jobs.append({"id": submitted, "entrypoint": shown, "submitted": time.time()})
-            view.folder.save(record)
+        self._note(view.folder, {"id": submitted, "entrypoint": shown, "submitted": time.time()})
         return submitted
+
+    def _note(self, folder: ClusterFolder, job: dict[str, Any]) -> None:
+        """What is known of a job, for the history. The job runs, whether that can be written or not."""
+        try:
+            with folder.lock():
+                record = folder.record()
+                known = [old for old in record.jobs if old["id"] == job["id"]]
+                for old in known:
+                    old.update(job)
+                record.jobs += [] if known else [job]
+                folder.save(record)
+        except NotFoundError:
+            pass  # the cluster has ended meanwhile
+        except DiskError as error:
+            self.life.emit(Event("note", f"the job goes on, but is not on record: {error}"))
 
     def _upload(self, api: RayApi, folder: Path, excludes: Sequence[str]) -> str:
         from heliostat.workdir import pack
@@ -117,14 +129,8 @@ class Jobs:
 
     def _remember(self, name: str, job: dict[str, Any]) -> None:
         folder = self.life.store.find(name)
-        if folder is None:
-            return
-        with folder.lock():
-            record = folder.record()
-            for known in record.jobs:
-                if known["id"] == job["id"]:
-                    known.update(status=job["status"], exit_code=job["exit_code"], seconds=job["seconds"])
-            folder.save(record)
+        if folder is not None:
+            self._note(folder, {key: job[key] for key in ("id", "status", "exit_code", "seconds")})
 
     def stop(self, name: str, job_id: str) -> bool:
         """Tells the job to stop; False: it had ended already."""
@@ -147,24 +153,36 @@ class Jobs:
         detach: bool = False,
     ) -> int:
         """A cluster for one command: start it, run it when the nodes are there, stream, release; its exit code."""
-        view = self.life.up(spec, command=command, wait=not detach)
+        place = ClusterFolder(self.life.store.clusters / spec.cluster_name)
+        tail = Tail(self.life.host, place, write)
+        view = self.life.up(spec, command=command, wait=not detach, last_look=tail.drain)
         if detach:
             return 0
-        tail = Tail(self.life.host, view.folder, write)
         try:
             code = self._follow(view.folder, tail)
+            self._tell_who_ended_it(view.folder)
             self.life.release(view.folder)
             return code
         except KeyboardInterrupt:
             self.life.interrupted(view.folder, last_look=tail.drain)
             raise
         except HeliostatError:
-            self.life.give_up(view.folder)
+            self.life.give_up(view.folder, "given up")
+            raise
+        except OSError:
+            self.life.give_up(view.folder, "nobody reads its output any more")
             raise
 
     def follow(self, folder: ClusterFolder, write: Callable[[str, bytes], None]) -> int:
         """The output of the command as it comes (stream name, bytes), to its end; then its exit code."""
         return self._follow(folder, Tail(self.life.host, folder, write))
+
+    def _tell_who_ended_it(self, folder: ClusterFolder) -> None:
+        """A command that was ended (by the time limit, by `stop`) did not just fail: say so."""
+        live = folder.state()
+        if (live.get("job") or {}).get("status") == "STOPPED":
+            reason = ((live.get("nodes") or {}).get("head") or {}).get("reason")
+            self.life.emit(Event("note", "the command was stopped" + (f": {reason}" if reason else "")))
 
     def _follow(self, folder: ClusterFolder, tail: Tail) -> int:
         pause, looked = 0.02, 0.0
@@ -175,7 +193,12 @@ class Jobs:
                 return int(code)
             if time.monotonic() - looked > 1:
                 looked = time.monotonic()
-                view = self.life.look(folder)
+                try:
+                    view = self.life.look(folder)
+                except NotFoundError:  # somebody has put it into the history: all of it is there
+                    folder = self.life.store.last_past(folder.name) or folder
+                    tail.paths = tail.places(folder)
+                    view = View(folder, folder.record(), folder.state())
                 if view.record.is_over() and (folder.state().get("job") or {}).get("exit_code") is None:
                     tail.drain()
                     raise HeliostatError(
@@ -190,9 +213,12 @@ class Tail:
     """The two streams of a `run` command, from their beginning."""
 
     def __init__(self, host: Transport, folder: ClusterFolder, write: Callable[[str, bytes], None]) -> None:
-        self.host, self.write = host, write
-        self.paths = {"out": folder.logs / "run.out", "err": folder.logs / "run.err"}
+        self.host, self.write, self.paths = host, write, self.places(folder)
         self.read = dict.fromkeys(self.paths, 0)
+
+    @staticmethod
+    def places(folder: ClusterFolder) -> dict[str, Path]:
+        return {"out": folder.logs / "run.out", "err": folder.logs / "run.err"}
 
     def drain(self) -> bool:
         """Writes what has come since the last time; whether there was any."""

@@ -5,22 +5,32 @@ Nothing here prints; what happens is told to `emit` as events. Nothing here know
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from heliostat import backends
 from heliostat.backends.base import Handle, Observation
-from heliostat.errors import DeadlineError, HeliostatError, Interrupted, NotFoundError, PartlyDone, UsageError
+from heliostat.errors import (
+    DeadlineError,
+    DiskError,
+    HeliostatError,
+    Interrupted,
+    NotFoundError,
+    PartlyDone,
+    UsageError,
+)
 from heliostat.events import Emit, Event
 from heliostat.rayapi import RayApi
 from heliostat.states import TERMINAL, ClusterState, NodeState, check_move
 from heliostat.store import ClusterFolder, NodeRecord, Record, Store, write_atomic
 from heliostat.transport import Local, Transport
-from heliostat.units import count
+from heliostat.units import count, format_duration
 
 if TYPE_CHECKING:
     from heliostat.spec import ClusterSpec
@@ -44,7 +54,12 @@ class View:
 
     @property
     def address(self) -> str | None:
-        return (self.folder.connection() or {}).get("address")
+        return None if self.headless else (self.folder.connection() or {}).get("address")
+
+    @property
+    def headless(self) -> bool:
+        """Its head has ended: whatever still runs of it is no cluster any more."""
+        return any(node.role == "head" and node.state in TERMINAL for node in self.record.nodes.values())
 
     @property
     def run(self) -> dict[str, Any] | None:
@@ -63,7 +78,8 @@ def judge(
     seen: what the site says of its handle. live: what the head's agent says of it. words: the last that its own agent
     wrote. wanted: nobody has asked for its end.
     """
-    said = N(words["state"]) if words.get("state") in N.__members__ else None
+    live, words = (said if int(said.get("launch") or 0) == node.launch else {} for said in (live, words))
+    said = N.__members__.get(str(words.get("state")))
     if seen.state is N.GONE:
         at = float(words.get("since") or time.time())
         if said in TERMINAL and said is not None:
@@ -75,9 +91,10 @@ def judge(
         )
     if seen.state is not N.ALLOCATED:
         return seen.state, seen.reason, time.time()
-    newest = live if float(live.get("since") or 0) >= float(words.get("since") or 0) else words
-    state = N(newest["state"]) if newest.get("state") in N.__members__ else N.ALLOCATED
-    since, reason = float(newest.get("since") or time.time()), str(newest.get("reason", ""))
+    # the head knows best, but for a node that ended
+    told = words if N.__members__.get(str(live.get("state"))) in (None, *TERMINAL) else live
+    state = N.__members__.get(str(told.get("state")), N.ALLOCATED)
+    since, reason = float(told.get("since") or time.time()), str(told.get("reason", ""))
     if state in TERMINAL:  # it said its last word, and is cleaning up
         return N.STOPPING, reason, since
     return state, reason, since
@@ -93,9 +110,12 @@ class Lifecycle:
 
     # -- looking
 
-    def look(self, folder: ClusterFolder, *, save: bool = True) -> View:
-        """The cluster as it is now; every move is told, and written where we may write."""
-        record = folder.record()
+    def look(self, folder: ClusterFolder, *, record: Record | None = None) -> View:
+        """The cluster as it is now; every move is told, and written where we may write.
+
+        record: what we know better than the disk, which could not take it."""
+        save = record is None
+        record = record or folder.record()
         backend = backends.load(record.site)
         handles = [Handle.from_json(data) for data in record.handles]
         open_handles = [
@@ -134,8 +154,16 @@ class Lifecycle:
             return None
         observation = seen.get(node.handle, Observation(N.UNKNOWN, "the site did not answer for it"))
         wanted = record.target == "up" and node.state is not N.STOPPING
-        told = (live.get("nodes") or {}).get(node.name) or {}
-        state, reason, since = judge(node, observation, told, folder.last_words(node.name), wanted)
+        table = (
+            {} if live.get("ended") else live.get("nodes") or {}
+        )  # a head that is gone knows nothing any more
+        told = table.get(node.name) or {}
+        words = folder.last_words(node.name)
+        state, reason, since = judge(node, observation, told, words, wanted)
+        if state is N.FAILED and not words:  # what failed came before our agent
+            reason = self._last_line(folder.logs / node.name / "agent.log") or reason
+        if state is N.ALLOCATED and node.state not in (N.REQUESTED, N.QUEUED, N.UNKNOWN):
+            return None  # it runs, and nobody can tell more at this moment
         if node.state is N.STOPPING and state not in TERMINAL and state is not N.UNKNOWN:
             return None  # it was told to end; older words about it mean nothing
         if (state, reason) == (node.state, node.reason):
@@ -153,6 +181,11 @@ class Lifecycle:
         node.state, node.reason, node.since = state, reason, since
         return move
 
+    def _last_line(self, log: Path) -> str:
+        """The last that was said in a log, but for our own answers."""
+        lines = self.host.read(log).decode("utf-8", "replace").splitlines()
+        return next((line.strip()[:300] for line in reversed(lines) if line.strip() and line[0] != "{"), "")
+
     def _write_moves(self, folder: ClusterFolder, record: Record, moves: list[dict[str, Any]]) -> None:
         try:
             with folder.lock():
@@ -166,6 +199,8 @@ class Lifecycle:
                 folder.save(fresh)
         except NotFoundError:
             return  # it was archived in this moment
+        except DiskError:
+            pass  # looking works on a full disk, and in a home that may only be read
         for move in moves:
             self.emit(Event("move", f"{move['to']}", move["node"], move))
 
@@ -184,15 +219,27 @@ class Lifecycle:
             except (HeliostatError, KeyError, ValueError, TypeError):
                 continue  # `doctor` tells of records that cannot be read
             if view.record.is_over():
-                self._archive(view)
-            else:
-                views.append(view)
+                try:
+                    self._archive(view)
+                    continue
+                except DiskError:
+                    pass  # it stays where it is, and is told of
+            views.append(view)
         return views
 
     # -- starting
 
-    def up(self, spec: ClusterSpec, *, command: dict[str, Any] | None = None, wait: bool = True) -> View:
-        """A cluster as the spec says, ready to use. An unfinished `up` of the same spec is taken up where it was."""
+    def up(
+        self,
+        spec: ClusterSpec,
+        *,
+        command: dict[str, Any] | None = None,
+        wait: bool = True,
+        last_look: Callable[[], object] = bool,
+    ) -> View:
+        """A cluster as the spec says, ready to use. An unfinished `up` of the same spec is taken up where it was.
+
+        last_look: as in `interrupted`; a command may run before we know that it does."""
         from heliostat import environment, planning
 
         name = spec.cluster_name
@@ -209,10 +256,17 @@ class Lifecycle:
                     mine = True
                     break
                 except FileExistsError:
+                    self._check_record(name)
                     continue  # somebody created it in this moment: look at theirs
-            view = self.look(folder)
+            try:
+                view = self.look(folder)
+            except NotFoundError:
+                continue  # somebody put it into the history in this moment
             if view.record.is_over():
                 self._archive(view)
+                continue
+            if view.headless:
+                self._end(folder, "its head is gone")
                 continue
             self._check_same(view, spec, command)
             break
@@ -221,7 +275,7 @@ class Lifecycle:
             return self._settle(folder) if wait else self.look(folder)
         except KeyboardInterrupt:
             if mine:
-                self.interrupted(folder)
+                self.interrupted(folder, last_look)
             raise Interrupted(
                 f"interrupted while waiting for `{name}`",
                 because="it goes on starting",
@@ -234,6 +288,17 @@ class Lifecycle:
                 self.give_up(folder)
             raise
 
+    def _check_record(self, name: str) -> None:
+        """A cluster's folder comes and goes with its record: one without is not ours, or was damaged."""
+        place = self.store.clusters / name
+        if self.store.find(name) is None and place.exists():
+            raise HeliostatError(
+                f"the name `{name}` cannot be used",
+                because="its folder has no record",
+                saw=str(place),
+                hint="move that folder away, or choose another name with --name",
+            )
+
     def _check_same(self, view: View, spec: ClusterSpec, command: dict[str, Any] | None) -> None:
         from heliostat import planning
 
@@ -241,8 +306,8 @@ class Lifecycle:
         mine = command is None and record.kind == "up" and record.target == "up"
         if mine and record.spec == planning.spec_json(spec):
             return
-        age = int(time.time() - record.created)
-        because = f"a cluster of that name on `{record.site}` is {view.state}, started {age} s ago"
+        age = format_duration(max(0.0, time.time() - record.created))
+        because = f"a cluster of that name on `{record.site}` is {view.state}, started {age} ago"
         if mine:
             because += ", with another spec"
         raise HeliostatError(
@@ -292,16 +357,20 @@ class Lifecycle:
             if not missing or record.target != "up":
                 return
             spec = planning.spec_of(record)
-            order, plan = planning.plan(folder, spec, missing, record.id, record.command)
+            launch = 1 + max(record.nodes[m.name].launch for m in missing)
+            order, plan = planning.plan(folder, spec, missing, record.id, record.command, launch)
             again = {m.name for m in missing if record.nodes[m.name].state in TERMINAL}
-            record.handles = [h for h in record.handles if not set(h["nodes"]) <= again]
+            old = [h for h in record.handles if set(h["nodes"]) <= again]
+            # what an earlier life may have left must not meet the next one
+            backends.load(record.site).cancel([Handle.from_json(h) for h in old], self.host, now=True)
+            record.handles = [h for h in record.handles if h not in old]
             for member in missing:
                 if member.name in again:
                     folder.append(
                         {"at": time.time(), "kind": "note", "text": f"{member.name} is started again"}
                     )
                 record.nodes[member.name] = NodeRecord(
-                    member.name, member.role, member.group, since=time.time()
+                    member.name, member.role, member.group, since=time.time(), launch=launch
                 )
                 (folder.path / "nodes" / f"{member.name}.json").unlink(missing_ok=True)
             for file in plan.files:
@@ -319,11 +388,19 @@ class Lifecycle:
         deadline = time.monotonic() + UP_S
         need = None
         while True:
-            view = self.look(folder)
+            try:
+                view = self.look(folder)
+            except NotFoundError:
+                past = self.store.last_past(folder.name)
+                if past is None:
+                    raise
+                view = View(past, past.record(), past.state())
             record = view.record
             if record.target != "up":
                 raise HeliostatError(
-                    f"`{record.name}` was taken down while it was starting", hint="heliostat ls --all"
+                    f"`{record.name}` was taken down while it was starting",
+                    because=record.reason,
+                    hint="heliostat ls --all",
                 )
             need = need or (planning.spec_of(record).min_nodes or len(record.nodes))
             head = next(node for node in record.nodes.values() if node.role == "head")
@@ -385,19 +462,26 @@ class Lifecycle:
     def interrupted(self, folder: ClusterFolder, last_look: Callable[[], object] = bool) -> None:
         """Ctrl-C: release everything; once more: at once. `last_look` sees the files before they go to the history."""
         name = folder.name
-        self.emit(Event("note", f"interrupted: releasing `{name}` (Ctrl-C again: at once)"))
-        try:
-            self._end(folder, "interrupted", last_look=last_look)
-        except KeyboardInterrupt:
-            self._end(folder, "interrupted twice", now=True, last_look=last_look)
-        raise Interrupted(f"interrupted; `{name}` is released", hint=f"heliostat logs {name}") from None
+        for reason, now in (("interrupted", False), ("interrupted twice", True), ("interrupted twice", True)):
+            try:
+                if not now:
+                    self.emit(Event("note", f"interrupted: releasing `{name}` (Ctrl-C again: at once)"))
+                self._end(folder, reason, now=now, last_look=last_look)
+                raise Interrupted(
+                    f"interrupted; `{name}` is released", hint=f"heliostat logs {name}"
+                ) from None
+            except KeyboardInterrupt:
+                continue
+        raise Interrupted(
+            f"interrupted while releasing `{name}`", hint=f"heliostat down {name} --now"
+        ) from None
 
-    def give_up(self, folder: ClusterFolder) -> None:
+    def give_up(self, folder: ClusterFolder, reason: str = "it did not start") -> None:
         """What a failed `up` had started goes, so that nothing lingers; its logs stay in the history."""
         try:
-            self._end(folder, "it did not start")
-        except NotFoundError:
-            pass
+            self._end(folder, reason)
+        except (NotFoundError, PartlyDone):
+            pass  # what failed first is what a person must know
 
     # -- ending
 
@@ -420,25 +504,20 @@ class Lifecycle:
     def _end(
         self, folder: ClusterFolder, reason: str, *, now: bool = False, last_look: Callable[[], object] = bool
     ) -> View:
+        """Stopping comes first: a disk that cannot take the record keeps nobody's machines."""
         try:
-            with folder.lock():
-                record = folder.record()
-                record.target = "down"
-                record.reason = record.reason or reason
-                for node in record.nodes.values():
-                    if (
-                        node.state not in TERMINAL
-                        and node.handle is not None
-                        and node.state is not N.STOPPING
-                    ):
-                        _move(folder, node, N.STOPPING, reason)
-                folder.save(record)
+            record, written = self._ask_for_end(folder, reason)
             self.emit(Event("note", f"stopping {count(len(record.nodes), 'node')} of `{record.name}`"))
-            backends.load(record.site).cancel(
-                [Handle.from_json(h) for h in record.handles], self.host, now=now
-            )
-            last_look()
-            view = self.look(folder)
+            try:
+                backends.load(record.site).cancel(
+                    [Handle.from_json(h) for h in record.handles], self.host, now=now
+                )
+            except HeliostatError:
+                folder.record()  # raises when another command has put it into the history meanwhile
+                raise
+            with contextlib.suppress(OSError):  # nobody may be there to be shown it
+                last_look()
+            view = self.look(folder, record=None if written else record)
         except NotFoundError:
             past = self.store.last_past(folder.name)  # another `down` was faster
             if past is None:
@@ -454,19 +533,52 @@ class Lifecycle:
                 because=f"still there: {', '.join(left)}",
                 hint=f"heliostat down {view.record.name} --now",
             )
-        return self._archive(view)
+        try:
+            return self._archive(view)
+        except DiskError as error:
+            raise PartlyDone(
+                f"`{view.record.name}` is stopped, but its record could not be written",
+                because=error.because,
+                saw=error.what,
+                hint=f"free some space there, then heliostat down {view.record.name}",
+            ) from None
+
+    def _ask_for_end(self, folder: ClusterFolder, reason: str) -> tuple[Record, bool]:
+        """Puts the wish on record: (the record, could it be written?)."""
+
+        def ask() -> tuple[Record, list[dict[str, Any]]]:
+            record = folder.record()
+            record.target, record.reason = "down", record.reason or reason
+            told = (N.STOPPING, *TERMINAL)
+            asked = [n for n in record.nodes.values() if n.handle is not None and n.state not in told]
+            return record, [_move(node, N.STOPPING, reason) for node in asked]
+
+        try:
+            with folder.lock():
+                record, moves = ask()
+                for move in moves:
+                    folder.append(move)
+                folder.save(record)
+            return record, True
+        except DiskError:
+            return ask()[0], False
 
     def release(self, folder: ClusterFolder) -> None:
         """The work is done and the agents end by themselves: wait for that, and see that nothing is left."""
         self.emit(Event("note", f"releasing `{folder.name}`"))
         deadline = time.monotonic() + 30
-        while time.monotonic() < deadline:
-            view = self.look(folder)
-            if view.record.is_over():
-                self._archive(view)
-                return
-            time.sleep(0.05)
-        self._end(folder, "released")
+        try:
+            while time.monotonic() < deadline:
+                view = self.look(folder)
+                if view.record.is_over():
+                    self._archive(view)
+                    return
+                time.sleep(0.05)
+            self._end(folder, "released")
+        except NotFoundError:
+            return  # whoever looked first has put it into the history
+        except (DiskError, PartlyDone) as error:
+            self.emit(Event("note", f"{error.what}: {error.because}"))
 
     def _archive(self, view: View) -> View:
         record = view.record
@@ -474,7 +586,6 @@ class Lifecycle:
         record.exit_code = (view.live.get("job") or {}).get("exit_code", record.exit_code)
         try:
             with view.folder.lock():
-                view.folder.save(record)
                 folder = self.store.archive(view.folder, record)
         except NotFoundError:
             folder = self.store.last_past(record.name) or view.folder
@@ -512,7 +623,7 @@ class Lifecycle:
                 if n.role == "worker" and n.name not in wanted and n.state not in TERMINAL
             ]
             for node in leaving:
-                _move(folder, node, N.STOPPING, "scaled down")
+                folder.append(_move(node, N.STOPPING, "scaled down"))
             for extra in [
                 n
                 for n, node in record.nodes.items()
@@ -577,14 +688,12 @@ class Lifecycle:
         return backends.load(view.record.site).reach(handle, self.host) if handle else self.host
 
 
-def _move(folder: ClusterFolder, node: NodeRecord, state: NodeState, reason: str) -> None:
-    """One legal move, with its line in the events. The caller holds the lock and saves the record."""
+def _move(node: NodeRecord, state: NodeState, reason: str) -> dict[str, Any]:
+    """One legal move; its line for the events. The caller holds the lock and saves the record."""
     check_move(node.state, state)
-    now = time.time()
-    folder.append(
-        {"at": now, "kind": "move", "node": node.name, "from": node.state, "to": state, "reason": reason}
-    )
+    now, old = time.time(), node.state
     node.state, node.reason, node.since = state, reason, now
+    return {"at": now, "kind": "move", "node": node.name, "from": old, "to": state, "reason": reason}
 
 
 def _is_missing(node: NodeRecord) -> bool:

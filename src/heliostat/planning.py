@@ -13,7 +13,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass as checked
 
 from heliostat import backends, config
 from heliostat.backends.base import Order, Plan
@@ -28,6 +29,7 @@ def plan(
     nodes: Sequence[Member] | None = None,
     mark: str = "0" * 16,
     command: dict[str, Any] | None = None,
+    launch: int = 1,
 ) -> tuple[Order, Plan]:
     """What the site would write and run to start these nodes (None: all of them). Does nothing."""
     backend = backends.load(spec.on)
@@ -37,18 +39,23 @@ def plan(
         members=members(spec) if nodes is None else nodes,
         folder=folder.path,
         agent=folder.agent,
-        config=agent_config(folder, spec, mark, command),
+        config={**agent_config(folder, spec, mark, command), "launch": launch},
     )
     return order, backend.plan(order)
 
 
+def site_table(site: str) -> TypeAdapter[Any]:
+    """What the site's own table may hold, and nothing else."""
+    return TypeAdapter(checked(backends.load(site).Options, frozen=True, config=ConfigDict(extra="forbid")))
+
+
 def site_options(spec: ClusterSpec) -> Any:
     """The site's own table, checked."""
-    kind = backends.load(spec.on).Options
+    known = [field.name for field in fields(backends.load(spec.on).Options)]
     try:
-        return TypeAdapter(kind).validate_python(spec.sites.get(spec.on, {}))
+        return site_table(spec.on).validate_python(spec.sites.get(spec.on, {}))
     except ValidationError as error:
-        raise config.explain(error, {}, lambda path: [f.name for f in fields(kind)], prefix=spec.on) from None
+        raise config.explain(error, {}, lambda path: known, prefix=spec.on) from None
 
 
 def agent_config(
@@ -59,6 +66,7 @@ def agent_config(
     return {
         "schema": 1,
         "cluster": spec.cluster_name,
+        "id": mark,
         "mark": mark,
         "folder": str(folder.path),
         "auth": spec.security.auth,
@@ -80,7 +88,8 @@ def spec_json(spec: ClusterSpec) -> dict[str, Any]:
     """The spec as the record keeps it: what was said, and the site's own table."""
     said: dict[str, Any] = json.loads(spec.model_dump_json(exclude_unset=True))
     own = {site: table for site, table in spec.sites.items() if site == spec.on}
-    return {**said, "on": spec.on, "name": spec.cluster_name, "nodes": spec.nodes, **own}
+    size = {} if spec.groups else {"nodes": spec.nodes}
+    return {**said, "on": spec.on, "name": spec.cluster_name, **size, **own}
 
 
 def spec_of(record: Record) -> ClusterSpec:

@@ -66,7 +66,7 @@ class RayApi:
     def _no_answer(self, error: Exception) -> NoAnswer:
         return NoAnswer(
             f"the dashboard of `{self.name}` does not answer",
-            because=str(error) or type(error).__name__,
+            because=getattr(error, "strerror", None) or str(error) or type(error).__name__,
             saw=f"http://{self.host}:{self.port}",
             hint=f"heliostat status {self.name}",
         )
@@ -75,13 +75,18 @@ class RayApi:
         status, content = self._call("GET", path, timeout=timeout)
         if status != 200:
             raise self._refused(f"GET {path}", status, content)
+        return self._parse(content)
+
+    def _parse(self, content: bytes) -> Any:
         try:
             return json.loads(content)
         except ValueError as error:
             raise self._no_answer(error) from None
 
     def _refused(self, what: str, status: int, content: bytes) -> HeliostatError:
-        words = [line for line in content.decode("utf-8", "replace").strip().splitlines() if line.strip()]
+        lines = content.decode("utf-8", "replace").splitlines()
+        # its last words are what matters of a traceback; Ray may put a dot after them, on a line of its own
+        words = [line.strip() for line in lines if any(map(str.isalnum, line))]
         return HeliostatError(
             f"Ray on `{self.name}` said no",
             because=words[-1][:400] if words else "",
@@ -130,7 +135,7 @@ class RayApi:
             )
         if status != 200:
             raise self._refused(f"GET job {job_id}", status, content)
-        return _job(json.loads(content))
+        return _job(self._parse(content))
 
     def submit(self, entrypoint: str, job_id: str, runtime_env: dict[str, Any]) -> str:
         """Hands a job to Ray. Waits a little for a head whose job agent is not up yet: it has no effect before."""
@@ -139,7 +144,7 @@ class RayApi:
         while True:
             status, content = self._call("POST", "/api/jobs/", request, timeout=120)
             if status == 200:
-                return str(json.loads(content)["submission_id"])
+                return str(self._parse(content)["submission_id"])
             if b"No available agent" in content and time.monotonic() < deadline:
                 time.sleep(0.2)
                 continue
@@ -151,7 +156,7 @@ class RayApi:
         status, content = self._call("POST", f"/api/jobs/{quote(job_id, safe='')}/stop", b"")
         if status != 200:
             raise self._refused("stop", status, content)
-        return bool(json.loads(content).get("stopped"))
+        return bool(self._parse(content).get("stopped"))
 
     def has_package(self, name: str) -> bool:
         return self._call("GET", f"/api/packages/gcs/{quote(name)}")[0] == 200
@@ -199,14 +204,17 @@ class RayApi:
 
     def _whole(self, job: dict[str, Any], skip: int) -> Iterator[bytes]:
         """The file from byte `skip` to its end."""
+        words = (job["message"].rstrip("\n") + "\n").encode() if job["message"] and skip == 0 else b""
         if not job["node_id"]:
-            if job["status"] in FINAL and job["message"] and skip == 0:
-                yield (job["message"].rstrip("\n") + "\n").encode()
+            if job["status"] in FINAL and words:
+                yield words
             return
         connection = self._connect(60)
         try:
             connection.request("GET", f"/api/v0/logs/file?{self._log_query(job)}", headers=self._headers())
             answer = connection.getresponse()
+            if answer.status != 200 and job["status"] == "FAILED" and words:
+                yield words  # it failed before it had a log
             while answer.status == 200 and (chunk := answer.read1(1 << 20)):
                 yield from (chunk[skip:],) if len(chunk) > skip else ()
                 skip = max(0, skip - len(chunk))

@@ -62,11 +62,16 @@ class BatchScript:
         lines = ["#!/bin/bash", *self.directives]
         if self.comment:
             lines.append(f"# {self.comment}")
-        lines += self.setup
+        first = [*self.setup]
         if self.venv:
-            lines.append(f"source {quote([self.venv.rstrip('/') + '/bin/activate'])} || exit 1")
+            first.append(f"source {quote([self.venv.rstrip('/') + '/bin/activate'])} || exit 1")
         if self.conda:
             # a batch shell has no `conda activate` until its hook has run
-            lines.append('eval "$(conda shell.bash hook)" || exit 1')
-            lines.append(f"conda activate {quote([self.conda])} || exit 1")
-        return "\n".join([*lines, f"exec {quote(list(self.command))}"]) + "\n"
+            first.append('eval "$(conda shell.bash hook)" || exit 1')
+            first.append(f"conda activate {quote([self.conda])} || exit 1")
+        if not first:
+            return "\n".join([*lines, f"exec {quote(self.command)}"]) + "\n"
+        # what comes on standard input is the agent's: a set-up line that reads must not swallow it
+        return (
+            "\n".join([*lines, "exec 3<&0 </dev/null", *first, f"exec {quote(self.command)} <&3 3<&-"]) + "\n"
+        )

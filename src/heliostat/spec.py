@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
-from heliostat.units import parse_bytes, parse_duration, parse_window
+from heliostat.units import format_bytes, parse_bytes, parse_duration, parse_window
 
 NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9-]{0,39}$")
 LABEL_KEY = re.compile(r"^[A-Za-z0-9]([A-Za-z0-9_./-]{0,61}[A-Za-z0-9])?$")
@@ -19,7 +19,7 @@ WINDOW_PORTS = 2420  # what one `port_offset` owns: 20 ports of Ray's own servic
 
 def check_name(name: str) -> str:
     """A cluster's name is also a folder, a job name, a label and a DNS word: the narrowest of these wins."""
-    if not isinstance(name, str) or not NAME.match(name):
+    if not isinstance(name, str) or not NAME.fullmatch(name):
         raise ValueError(
             f"`{str(name)[:60]}` is not a name: letters, digits and `-`, beginning with a letter or a digit, "
             "40 characters at most"
@@ -35,6 +35,12 @@ def _seconds(value: object) -> object:
     return parse_duration(value) if isinstance(value, (str, int, float)) else value
 
 
+def _count(value: object) -> object:
+    if isinstance(value, bool):  # `nodes: yes` would count as 1
+        raise ValueError(f"`{value}` is not a number")
+    return value
+
+
 def _text(value: object) -> object:
     return str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
 
@@ -42,6 +48,7 @@ def _text(value: object) -> object:
 Name = Annotated[str, BeforeValidator(check_name), Field(json_schema_extra={"pattern": NAME.pattern})]
 Bytes = Annotated[int, BeforeValidator(_bytes, json_schema_input_type=str | int)]
 Seconds = Annotated[int, BeforeValidator(_seconds, json_schema_input_type=str | int)]
+Count = Annotated[int, BeforeValidator(_count)]
 Text = Annotated[str, BeforeValidator(_text)]
 Labels = dict[str, Text]
 
@@ -81,7 +88,7 @@ class Network(Model):
     """Addresses and ports. By default free ports are chosen on each node and need no thought."""
 
     interface: str | None = Field(None, description="interface name (`ib0`) or CIDR (`100.64.0.0/10`)")
-    port_offset: int = Field(
+    port_offset: Count = Field(
         0,
         ge=0,
         le=HIGHEST_PORT - 20000 - WINDOW_PORTS,
@@ -127,8 +134,8 @@ class Idle(Model):
 class Autoscale(Model):
     """Nodes come and go with Ray's demand."""
 
-    min: int = Field(0, ge=0, description="worker nodes that stay")
-    max: int = Field(..., ge=1, description="worker nodes at most")
+    min: Count = Field(0, ge=0, description="worker nodes that stay")
+    max: Count = Field(..., ge=1, description="worker nodes at most")
 
     @model_validator(mode="after")
     def _order(self) -> Autoscale:
@@ -140,9 +147,9 @@ class Autoscale(Model):
 class Group(Model):
     """Worker nodes of one kind."""
 
-    nodes: int = Field(1, ge=0, le=100_000, description="how many")
-    cpus: int | None = Field(None, ge=0, description="CPUs that Ray may use on each")
-    gpus: int | None = Field(None, ge=0, description="GPUs on each")
+    nodes: Count = Field(1, ge=0, le=100_000, description="how many")
+    cpus: Count | None = Field(None, ge=0, description="CPUs that Ray may use on each")
+    gpus: Count | None = Field(None, ge=0, description="GPUs on each")
     memory: Bytes | None = Field(None, gt=0, description="memory that Ray may use on each")
     labels: Labels = Field({}, description="Ray labels of the nodes")
     resources: dict[str, float] = Field({}, description="custom Ray resources of each")
@@ -155,8 +162,8 @@ class Head(Model):
 
     host: str | None = Field(None, description="which host is the head (ssh)")
     work: bool = Field(True, description="false: no tasks or actors run on the head")
-    cpus: int | None = Field(None, ge=0)
-    gpus: int | None = Field(None, ge=0)
+    cpus: Count | None = Field(None, ge=0)
+    gpus: Count | None = Field(None, ge=0)
     memory: Bytes | None = Field(None, gt=0)
 
 
@@ -165,12 +172,12 @@ class Host(Model):
 
     host: str
     user: str | None = None
-    port: int | None = Field(None, ge=1, le=HIGHEST_PORT)
+    port: Count | None = Field(None, ge=1, le=HIGHEST_PORT)
     key: str | None = None
     jump: str | None = None
-    cpus: int | None = Field(None, ge=0)
-    gpus: int | None = Field(None, ge=0)
-    leave_cpus: int = Field(0, ge=0, description="CPUs to leave to the machine's other users")
+    cpus: Count | None = Field(None, ge=0)
+    gpus: Count | None = Field(None, ge=0)
+    leave_cpus: Count = Field(0, ge=0, description="CPUs to leave to the machine's other users")
     labels: Labels = {}
     env: dict[str, Text] = {}
 
@@ -186,14 +193,14 @@ class ClusterSpec(Model):
 
     name: Name | None = Field(None, description="the cluster's name; default: the site's name")
     on: str = Field("local", description="the site")
-    nodes: int = Field(1, ge=1, le=100_000, description="nodes in all, the head included")
-    min_nodes: int | None = Field(None, ge=1, description="so many alive nodes are enough to begin")
+    nodes: Count = Field(1, ge=1, le=100_000, description="nodes in all, the head included")
+    min_nodes: Count | None = Field(None, ge=1, description="so many alive nodes are enough to begin")
     head: Head = Field(Head(), description="the head node; a plain word is its host")
     hosts: tuple[Host, ...] = Field((), description="machines over ssh; a plain word is a host")
-    cpus_per_node: int | None = Field(None, ge=0, description="CPUs that Ray may use on each node")
-    gpus_per_node: int | None = Field(None, ge=0, description="GPUs on each node")
+    cpus_per_node: Count | None = Field(None, ge=0, description="CPUs that Ray may use on each node")
+    gpus_per_node: Count | None = Field(None, ge=0, description="GPUs on each node")
     memory_per_node: Bytes | None = Field(None, gt=0, description="memory that Ray may use on each node")
-    object_store: Bytes | None = Field(None, ge=80 * 2**20, description="object store on each node")
+    object_store: Bytes | None = Field(None, description="object store on each node, 80M at least")
     time: Seconds | None = Field(None, gt=0, description="how long the cluster may live (walltime)")
     environment: Environment = Environment()
     network: Network = Network()
@@ -207,6 +214,13 @@ class ClusterSpec(Model):
     )
 
     _labels = field_validator("labels")(lambda labels: check_labels(labels))
+
+    @field_validator("object_store")
+    @classmethod
+    def _store(cls, size: int | None) -> int | None:
+        if size is not None and size < 80 * 2**20:
+            raise ValueError(f"an object store of {format_bytes(size)} is too small: Ray wants 80M at least")
+        return size
 
     @field_validator("head", mode="before")
     @classmethod
@@ -238,7 +252,7 @@ class ClusterSpec(Model):
 
 def check_labels(labels: Mapping[str, str]) -> Mapping[str, str]:
     for key, value in labels.items():
-        if not LABEL_KEY.match(key) or not (value == "" or LABEL_KEY.match(value)):
+        if not LABEL_KEY.fullmatch(key) or not (value == "" or LABEL_KEY.fullmatch(value)):
             raise ValueError(
                 f"`{key}={value}` is not a label: letters, digits, `-`, `_`, `.`, 63 characters at most"
             )

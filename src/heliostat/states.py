@@ -27,12 +27,12 @@ N = NodeState
 TRANSITIONS: dict[NodeState, frozenset[NodeState]] = {
     # a request is answered with a place in the queue, a machine, or a refusal; `local` skips the queue
     N.REQUESTED: frozenset(
-        {N.QUEUED, N.ALLOCATED, N.STARTING, N.READY, N.STOPPING, N.FAILED, N.GONE, N.UNKNOWN}
+        {N.QUEUED, N.ALLOCATED, N.STARTING, N.READY, N.LOST, N.STOPPING, N.FAILED, N.GONE, N.UNKNOWN}
     ),
-    # a fast scheduler may have started the agent, or Ray, between two looks
-    N.QUEUED: frozenset({N.ALLOCATED, N.STARTING, N.READY, N.STOPPING, N.FAILED, N.GONE, N.UNKNOWN}),
+    # the agent, or Ray, may have started, and even fallen silent, between two looks
+    N.QUEUED: frozenset({N.ALLOCATED, N.STARTING, N.READY, N.LOST, N.STOPPING, N.FAILED, N.GONE, N.UNKNOWN}),
     # a scheduler may take a machine back and queue the job again
-    N.ALLOCATED: frozenset({N.QUEUED, N.STARTING, N.READY, N.STOPPING, N.FAILED, N.GONE, N.UNKNOWN}),
+    N.ALLOCATED: frozenset({N.QUEUED, N.STARTING, N.READY, N.LOST, N.STOPPING, N.FAILED, N.GONE, N.UNKNOWN}),
     N.STARTING: frozenset({N.QUEUED, N.READY, N.LOST, N.STOPPING, N.FAILED, N.GONE, N.UNKNOWN}),
     # READY -> QUEUED is a requeue; READY -> STARTING is a node that was started anew under its name
     N.READY: frozenset({N.QUEUED, N.STARTING, N.LOST, N.STOPPING, N.FAILED, N.GONE, N.UNKNOWN}),

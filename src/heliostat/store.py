@@ -10,6 +10,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -19,9 +20,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from heliostat.errors import DeadlineError, HeliostatError, NotFoundError
+from heliostat.errors import DeadlineError, DiskError, HeliostatError, NotFoundError
 from heliostat.states import TERMINAL, ClusterState, NodeState, summary
+from heliostat.transport import process_start
 
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,39}")  # a cluster's, which is also its folder's
 LOCK_S = 120.0  # a lock older than this has lost its owner, whatever host that was on
 
 
@@ -36,6 +39,7 @@ class NodeRecord:
     reason: str = ""
     since: float = 0.0
     handle: str | None = None  # the native id that it came with
+    launch: int = 0  # how often it was started; words of an earlier life mean nothing
 
 
 @dataclass
@@ -91,14 +95,14 @@ def write_atomic(path: Path, data: str | bytes, mode: int = 0o600) -> None:
         raise _disk_error(path, error) from error
 
 
-def _disk_error(path: Path, error: OSError) -> HeliostatError:
+def _disk_error(path: Path, error: OSError) -> DiskError:
     hint = {
         errno.ENOSPC: "free some space there, or set HELIOSTAT_HOME to a folder on another disk",
         errno.EDQUOT: "free some space there, or set HELIOSTAT_HOME to a folder on another disk",
         errno.EACCES: "set HELIOSTAT_HOME to a folder that you may write to",
         errno.EROFS: "set HELIOSTAT_HOME to a folder that you may write to",
     }.get(error.errno or 0, "set HELIOSTAT_HOME to another folder")
-    return HeliostatError(f"could not write `{path}`", because=error.strerror or str(error), hint=hint)
+    return DiskError(f"could not write `{path}`", because=error.strerror or str(error), hint=hint)
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
@@ -126,14 +130,20 @@ class ClusterFolder:
         return self.path.name
 
     def record(self) -> Record:
-        data = read_json(self.path / "record.json")
-        if data is None:
+        try:
+            return Record.from_json(read_json(self.path / "record.json") or {})
+        except (KeyError, TypeError, ValueError, AttributeError):
+            if not self.path.exists():
+                raise self._moved() from None
             raise HeliostatError(
                 f"the record of `{self.name}` cannot be read",
                 saw=str(self.path / "record.json"),
                 hint="heliostat doctor",
-            )
-        return Record.from_json(data)
+            ) from None
+
+    def _moved(self) -> NotFoundError:
+        """Another command has put it into the history."""
+        return NotFoundError(f"there is no cluster `{self.name}` any more", hint="heliostat ls --all")
 
     def save(self, record: Record) -> None:
         write_atomic(self.path / "record.json", json.dumps(record.to_json(), indent=1) + "\n")
@@ -161,17 +171,20 @@ class ClusterFolder:
     # events: appended under the cluster's lock, one writer at a time
 
     def append(self, event: dict[str, Any]) -> None:
+        line = json.dumps(event, separators=(",", ":")).encode() + b"\n"
         try:
             with open(
-                os.open(self.events_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "a"
+                os.open(self.events_file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600), "rb+"
             ) as stream:
-                stream.write(json.dumps(event, separators=(",", ":")) + "\n")
+                if stream.seek(0, os.SEEK_END) and stream.seek(-1, os.SEEK_END) and stream.read() != b"\n":
+                    line = b"\n" + line  # the last one was cut short: it must not spoil this one
+                stream.write(line)
         except OSError as error:
             raise _disk_error(self.events_file, error) from error
 
     def events(self) -> Iterator[dict[str, Any]]:
         try:
-            lines = self.events_file.read_text().splitlines()
+            lines = self.events_file.read_bytes().splitlines()
         except OSError:
             return
         for line in lines:
@@ -182,24 +195,11 @@ class ClusterFolder:
     def lock(self, seconds: float = 30.0) -> Iterator[None]:
         """One writer of the record at a time, on whatever host. Held for moments, never while waiting."""
         folder = self.path / "lock"
-        owner = {"host": socket.gethostname(), "pid": os.getpid()}
+        mine = folder / f"owner-{secrets.token_hex(4)}.json"
         deadline = time.monotonic() + seconds
-        while True:
-            try:
-                folder.mkdir()
-                break
-            except FileExistsError:
-                if _is_stale(folder):
-                    _break_lock(folder)
-                    continue
-            except FileNotFoundError:
-                raise NotFoundError(
-                    f"there is no cluster `{self.name}` any more", hint="heliostat ls --all"
-                ) from None
-            except OSError as error:
-                raise _disk_error(folder, error) from error
+        while not self._take(folder, mine):
             if time.monotonic() > deadline:
-                who = read_json(folder / "owner.json") or {}
+                who = next(map(read_json, _owners(folder)), None) or {}
                 raise DeadlineError(
                     f"another command is changing `{self.name}`",
                     because=f"process {who.get('pid')} on {who.get('host')} holds its lock",
@@ -207,35 +207,63 @@ class ClusterFolder:
                 )
             time.sleep(0.05)
         try:
-            with contextlib.suppress(OSError, HeliostatError):
-                write_atomic(folder / "owner.json", json.dumps({**owner, "since": time.time()}))
             yield
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            _remove_lock(folder, [mine])
+
+    def _take(self, folder: Path, mine: Path) -> bool:
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            _remove_lock(folder, _stale(folder))
+            return False
+        except FileNotFoundError:
+            raise self._moved() from None
+        except OSError as error:
+            raise _disk_error(folder, error) from error
+        pid = os.getpid()
+        owner = {"host": socket.gethostname(), "pid": pid, "start": process_start(pid), "since": time.time()}
+        try:
+            with open(os.open(mine, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as stream:
+                stream.write(json.dumps(owner))
+        except FileNotFoundError:
+            return False  # somebody took it for an abandoned one
+        except OSError:
+            pass  # a full disk: it is ours, without our name on it
+        return True
 
 
-def _is_stale(lock: Path) -> bool:
-    owner = read_json(lock / "owner.json")
+def _owners(lock: Path) -> list[Path]:
+    try:
+        return [lock / name for name in os.listdir(lock)]
+    except OSError:
+        return []
+
+
+def _stale(lock: Path) -> list[Path] | None:
+    """The files of a lock whose owner is gone; None: it is held, or was given back in this moment."""
+    files = _owners(lock)
+    owner = read_json(files[0]) if files else None
     if owner is None:  # being made, or its owner died between two steps
         try:
-            return time.time() - lock.stat().st_mtime > LOCK_S
+            since = lock.stat().st_mtime
         except OSError:
-            return False
-    if owner["host"] == socket.gethostname():
-        try:
-            os.kill(owner["pid"], 0)
-        except ProcessLookupError:
-            return True
-        except PermissionError:
-            pass
-    return bool(abs(time.time() - owner["since"]) > LOCK_S)
+            return None
+    elif owner["host"] == socket.gethostname() and owner.get("start"):
+        # no clock is asked: one that is set anew must not break a lock that somebody holds
+        return files if process_start(owner["pid"]) != owner["start"] else None
+    else:
+        since = owner["since"]
+    return files if abs(time.time() - since) > LOCK_S else None
 
 
-def _break_lock(lock: Path) -> None:
-    aside = lock.with_name(f"lock.{secrets.token_hex(4)}")
-    with contextlib.suppress(OSError):  # of several who try, the rename lets one win
-        lock.rename(aside)
-        shutil.rmtree(aside, ignore_errors=True)
+def _remove_lock(lock: Path, files: list[Path] | None) -> None:
+    """Exactly the lock that holds these files: one that somebody has taken meanwhile holds another, and stays."""
+    if files is not None:
+        for path in files:
+            path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            lock.rmdir()
 
 
 class Store:
@@ -266,15 +294,16 @@ class Store:
 
     def find(self, name: str) -> ClusterFolder | None:
         path = self.clusters / name
-        return ClusterFolder(path) if (path / "record.json").exists() else None
+        return ClusterFolder(path) if NAME.fullmatch(name) and (path / "record.json").exists() else None
 
     def open(self, name: str) -> ClusterFolder:
         """By name, or by a native id (a scheduler's job id) that a cluster has."""
-        folder = self.find(name) if "/" not in name else None
+        folder = self.find(name)
         for other in [] if folder else self.names():
             candidate = self.find(other)
-            if candidate and any(handle["native_id"] == name for handle in candidate.record().handles):
-                folder = candidate
+            with contextlib.suppress(HeliostatError):  # one that cannot be read is not the one
+                if candidate and any(handle["native_id"] == name for handle in candidate.record().handles):
+                    folder = candidate
         if folder is None:
             raise NotFoundError(
                 f"there is no cluster `{name}`",
@@ -286,7 +315,9 @@ class Store:
     def create(self, record: Record, files: Mapping[str, str | bytes]) -> ClusterFolder:
         """Claims the name: the folder appears with its record and files in it, or FileExistsError is raised."""
         self.prepare()
-        draft = ClusterFolder(self.clusters / f".{record.name}.{secrets.token_hex(4)}")
+        self._sweep()
+        me = f"{secrets.token_hex(4)}.{os.getpid()}.{process_start(os.getpid())}.{socket.gethostname()}"
+        draft = ClusterFolder(self.clusters / f".{record.name}.{me}")
         path = self.clusters / record.name
         try:
             draft.path.mkdir(mode=0o700)
@@ -300,17 +331,31 @@ class Store:
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
                 raise FileExistsError(record.name) from None
             raise _disk_error(path, error) from error
-        except HeliostatError:
+        except BaseException:  # Ctrl-C too
             shutil.rmtree(draft.path, ignore_errors=True)
             raise
         return ClusterFolder(path)
 
+    def _sweep(self) -> None:
+        """Drafts whose maker was killed before it could put them in their place."""
+        for draft in self.clusters.glob(".*.*.*.*.*"):
+            _, _, _, pid, start, host = draft.name.split(".", 5)
+            if host == socket.gethostname() and pid.isdecimal() and process_start(int(pid)) != start:
+                shutil.rmtree(draft, ignore_errors=True)
+
     def archive(self, folder: ClusterFolder, record: Record) -> ClusterFolder:
-        """An ended cluster leaves `clusters/`; what could let somebody in, or is of no use now, goes."""
-        for path in (folder.token, folder.agent, folder.path / "head.json"):
-            path.unlink(missing_ok=True)
+        """An ended cluster leaves `clusters/` with its last record; what could let somebody in, or is of no use now,
+        goes first: on a full disk that makes the room for the record."""
         place = self.past_place(record)
         try:
+            for name in ("token", "head.json", "connection.json", "connection.env"):
+                (folder.path / name).unlink(missing_ok=True)
+            try:
+                folder.save(record)
+            except DiskError:
+                folder.agent.unlink(missing_ok=True)
+                folder.save(record)
+            folder.agent.unlink(missing_ok=True)
             folder.path.rename(place)
         except FileNotFoundError:
             pass  # another command was faster

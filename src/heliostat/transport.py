@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Protocol
@@ -40,7 +40,11 @@ class Spawned:
 class Transport(Protocol):
     def run(self, argv: Sequence[str], *, input: bytes = b"", timeout: float) -> Completed: ...
 
-    def spawn(self, argv: Sequence[str], *, log: Path, cwd: Path) -> Spawned: ...
+    def spawn(
+        self, argv: Sequence[str], *, log: Path, cwd: Path, env: Mapping[str, str] | None = None
+    ) -> Spawned:
+        """`env` is added to the environment."""
+        ...
 
     def read(self, path: Path, offset: int = 0, limit: int = 1 << 20) -> bytes: ...
 
@@ -57,6 +61,8 @@ class Local:
             done = subprocess.run(list(argv), input=input, capture_output=True, timeout=timeout)
         except FileNotFoundError:
             raise HeliostatError(f"could not run `{argv[0]}`", because="it is not on this machine") from None
+        except OSError as error:
+            raise HeliostatError(f"could not run `{argv[0]}`", because=error.strerror or str(error)) from None
         except subprocess.TimeoutExpired:
             raise HeliostatError(
                 f"`{argv[0]}` gave no answer",
@@ -66,11 +72,19 @@ class Local:
             ) from None
         return Completed(tuple(argv), done.returncode, _text(done.stdout), _text(done.stderr))
 
-    def spawn(self, argv: Sequence[str], *, log: Path, cwd: Path) -> Spawned:
+    def spawn(
+        self, argv: Sequence[str], *, log: Path, cwd: Path, env: Mapping[str, str] | None = None
+    ) -> Spawned:
         try:
             with open(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as out:
                 process = subprocess.Popen(
-                    list(argv), stdin=subprocess.PIPE, stdout=out, stderr=out, cwd=cwd, start_new_session=True
+                    list(argv),
+                    stdin=subprocess.PIPE,
+                    stdout=out,
+                    stderr=out,
+                    cwd=cwd,
+                    env={**os.environ, **(env or {})},
+                    start_new_session=True,
                 )
         except OSError as error:
             raise HeliostatError(

@@ -20,17 +20,18 @@ def parse_bytes(text: str | int | float) -> int:
     """`50G`, `512MiB`, `1.5g`, a plain number of bytes -> bytes. Powers of 1024, as schedulers count."""
     if isinstance(text, bool):
         raise ValueError(f"`{text}` is not a size; write for example `50G`")
+    number: float
     if isinstance(text, (int, float)):
-        number, power = float(text), 0
+        number, power = text, 0
     else:
         match = _SIZE.match(text)
         if not match:
             raise ValueError(f"`{text}` is not a size; write for example `50G` or `512M`")
         number, power = float(match[1]), _POWER[match[2].lower()]
-    size = int(number * 1024**power)
-    if size < 0 or size >= 2**63:
-        raise ValueError(f"`{text}` is not a size that fits a machine")
-    return size
+    size = number * 1024**power
+    if not 0 <= size < 2**63:  # nor what is no number at all
+        raise ValueError(f"`{str(text)[:60]}` is not a size that fits a machine")
+    return int(size)
 
 
 def format_bytes(size: float) -> str:
@@ -49,12 +50,13 @@ def parse_duration(text: str | int | float) -> int:
     """
     if isinstance(text, bool):
         raise ValueError(f"`{text}` is not a duration; write for example `60m`")
+    seconds: float
     if isinstance(text, (int, float)):
-        seconds = float(text)
+        seconds = text
     else:
         seconds = _clock(text.strip()) if re.search("[:-]", text) else _spans(text.strip())
-    if seconds < 0 or seconds > 10 * 366 * 86400:
-        raise ValueError(f"`{text}` is not a duration that a cluster can have")
+    if not 0 <= seconds <= 10 * 366 * 86400:  # nor what is no number at all
+        raise ValueError(f"`{str(text)[:60]}` is not a duration that a cluster can have")
     return int(-(-seconds // 1))
 
 
@@ -76,7 +78,8 @@ def _spans(text: str) -> float:
     total, end = 0.0, 0
     for match in _SPAN.finditer(text):
         unit = match[2].lower()
-        if text[end : match.start()].strip() or unit not in _SECONDS:
+        alone = match.group().strip() == text  # a number without a unit means seconds, but not beside others
+        if text[end : match.start()].strip() or unit not in _SECONDS or not (unit or alone):
             break
         total += float(match[1]) * _SECONDS[unit]
         end = match.end()

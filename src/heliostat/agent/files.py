@@ -6,6 +6,8 @@ import json
 import os
 from typing import Any, Dict, Optional
 
+OF_A_HEAD = ("head.json", "connection.json", "connection.env")  # nobody must find a head that is not there
+
 
 def write(path: str, text: str) -> None:
     """The file appears whole or not at all; only its owner may read it."""

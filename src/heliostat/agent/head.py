@@ -58,9 +58,8 @@ class Head(Node):
     def lost(self, node: str) -> None:
         status = self.nodes.get(node, {})
         if status.get("state") in ("READY", "STARTING"):
-            self.learn(
-                node, {**status, "state": "LOST", "reason": "its agent is silent", "since": time.time()}
-            )
+            since = max(time.time(), float(status.get("since") or 0))
+            self.learn(node, {**status, "state": "LOST", "reason": "its agent is silent", "since": since})
 
     def note(self, event: Json) -> None:
         """One line a transition in the head's own log."""
@@ -77,31 +76,19 @@ class Head(Node):
 
     def flush(self) -> None:
         self._flush_due = False
-        state = {
-            "schema": 1,
-            "nodes": self.nodes,
-            "job": self.job,
-            "started": self.started,
-            "ended": self.ended,
-        }
+        state = {"schema": 1, "nodes": self.nodes, "job": self.job, "started": self.started}
         try:
-            files.write_json(self._path("state.json"), state)
+            files.write_json(self._path("state.json"), {**state, "ended": self.ended})
         except OSError:
             pass  # a full disk must not end a running cluster; the next change tries again
 
     def pulse(self, beat: int) -> None:
         limit = self.config.get("time_limit_s")
         left = limit - (time.monotonic() - self.began) if limit else None
+        idle = round(self.idle.seconds(), 1)
+        said = {"beat": beat, "at": time.time(), "idle_s": idle, "time_left_s": left}
         try:
-            files.write_json(
-                self._path("pulse.json"),
-                {
-                    "beat": beat,
-                    "at": time.time(),
-                    "idle_s": round(self.idle.seconds(), 1),
-                    "time_left_s": left,
-                },
-            )
+            files.write_json(self._path("pulse.json"), said)
             if self.config["auth"] == "token" and not os.path.exists(self.config["token_path"]):
                 files.write(self.config["token_path"], self.secret)  # somebody removed it: clients need it
                 self.note({"event": "the token file was gone, and is written again"})
@@ -110,22 +97,19 @@ class Head(Node):
 
     # -- starting
 
-    async def prepare(self, block: ports.Block) -> Optional[Json]:
+    async def prepare(self, block: ports.Block) -> None:
         if self.hub:
             await self.hub.close(0)
-        self.hub = hub.Hub(self.secret, self.learn, self.lost)
+        self.hub = hub.Hub(self.secret, self.learn, self.lost, self.silent_s)
         await self.hub.start(self.ip, block.ports["hub"])
         place = {"ip": self.ip, "gcs": block.ports["gcs"], "hub": block.ports["hub"]}
         files.write_json(self._path("head.json"), place)
-        return None
 
     def publish(self) -> None:
         """The connection files: what a person sources and a program reads."""
         assert self.block
-        port, job = (
-            self.block.ports,
-            {k: os.environ[k] for k in ("SLURM_JOB_ID", "PBS_JOBID") if k in os.environ},
-        )
+        port = self.block.ports
+        job = {k: os.environ[k] for k in ("SLURM_JOB_ID", "PBS_JOBID") if k in os.environ}
         started = datetime.datetime.fromtimestamp(self.started).astimezone().isoformat(timespec="seconds")
         variables: Dict[str, Any] = {
             "RAY_ADDRESS": join(self.ip, port["gcs"]),
@@ -153,6 +137,7 @@ class Head(Node):
     async def live(self) -> None:
         assert self.ray
         self.publish()
+        self.idle.note(True)  # until now there was nothing that anybody could have used
         work = [self.ray.ended.wait(), self.clocks()]
         if self.job:
             work.append(self.command())
@@ -160,7 +145,7 @@ class Head(Node):
         gather = asyncio.ensure_future(asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED))
         await self.unless_stopped(gather)
         for task in tasks:
-            task.cancel()
+            task.result() if task.done() else task.cancel()
 
     async def clocks(self) -> None:
         """Beats, idle time, the time limit. Returns when the cluster should end."""
@@ -263,11 +248,8 @@ class Head(Node):
         await self.end_job()
         if self.job and self.job["exit_code"] is None:
             code = self.job_process.returncode if self.job_process else None
-            self.job.update(
-                status="STOPPED",
-                ended=time.time(),
-                exit_code=None if code is None else code if code >= 0 else 128 - code,
-            )
+            code = 128 - code if code is not None and code < 0 else code
+            self.job.update(status="STOPPED", ended=time.time(), exit_code=code)
         if self.hub:
             self.hub.tell({"do": "stop", "reason": self.stop_reason or self.reason})
         if self.ray:
@@ -280,9 +262,9 @@ class Head(Node):
         answer = await super().run()
         self.ended = {"at": time.time(), "reason": self.reason, "exit_code": self.exit_code()}
         self.flush()
-        for name in ("head.json", "connection.json", "connection.env"):
+        for name in files.OF_A_HEAD:
             try:
-                os.unlink(self._path(name))  # nobody must find a head that is not there
+                os.unlink(self._path(name))
             except OSError:
                 pass
         return answer

@@ -13,8 +13,8 @@ import json
 import secrets
 from typing import Any, Awaitable, Callable, Dict, Optional
 
-BEAT_S = 5.0
 SILENT_S = 30.0  # so long without a word, and a node is lost
+BEATS = 6  # a word that often in that time
 Message = Dict[str, Any]
 
 
@@ -43,9 +43,13 @@ class Hub:
     silent or its connection is gone."""
 
     def __init__(
-        self, secret: str, on_message: Callable[[str, Message], None], on_lost: Callable[[str], None]
+        self,
+        secret: str,
+        on_message: Callable[[str, Message], None],
+        on_lost: Callable[[str], None],
+        silent_s: float = SILENT_S,
     ):
-        self.secret, self.on_message, self.on_lost = secret, on_message, on_lost
+        self.secret, self.on_message, self.on_lost, self.silent_s = secret, on_message, on_lost, silent_s
         self.writers: Dict[str, asyncio.StreamWriter] = {}
         self.server: Optional[asyncio.AbstractServer] = None
 
@@ -69,7 +73,7 @@ class Hub:
                 old.close()
             node, self.writers[name] = name, writer
             while True:
-                self.on_message(name, await receive(reader, SILENT_S))
+                self.on_message(name, await receive(reader, self.silent_s))
                 send(writer, {})  # so that a worker knows that its head lives
         except (OSError, ValueError, asyncio.TimeoutError, asyncio.LimitOverrunError, asyncio.CancelledError):
             pass
@@ -91,6 +95,8 @@ class Hub:
             await asyncio.sleep(0.02)
         if self.server:
             self.server.close()
+        for writer in self.writers.values():
+            writer.close()
 
 
 class Link:
@@ -105,14 +111,10 @@ class Link:
         find: Callable[[], Optional[Message]],
         status: Callable[[], Message],
         on_message: Callable[[Message], Awaitable[None]],
+        silent_s: float = SILENT_S,
     ):
-        self.secret, self.node, self.find, self.status, self.on_message = (
-            secret,
-            node,
-            find,
-            status,
-            on_message,
-        )
+        self.secret, self.node, self.silent_s = secret, node, silent_s
+        self.find, self.status, self.on_message = find, status, on_message
         self.writer: Optional[asyncio.StreamWriter] = None
         self.heard = asyncio.get_running_loop().time()  # when the head was last there
 
@@ -147,7 +149,7 @@ class Link:
             beats = asyncio.ensure_future(self._beat())
             while True:
                 self.heard = asyncio.get_running_loop().time()
-                await self.on_message(await receive(reader, SILENT_S))
+                await self.on_message(await receive(reader, self.silent_s))
         finally:
             if beats:
                 beats.cancel()
@@ -156,4 +158,4 @@ class Link:
     async def _beat(self) -> None:
         while True:
             self.say()
-            await asyncio.sleep(BEAT_S)
+            await asyncio.sleep(self.silent_s / BEATS)

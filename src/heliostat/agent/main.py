@@ -42,6 +42,8 @@ def do_node(config: Json) -> Json:
     ends, the keeper ends every process that is left of it and removes its folder."""
     os.umask(0o077)
     os.environ[processes.MARK] = config["mark"]
+    # told to end before anybody can listen: it waits until both of us do
+    signal.pthread_sigmask(signal.SIG_BLOCK, processes.ENDINGS)
     temp = private_folder()
     keeper = os.getpid()
     processes.adopt_orphans()
@@ -51,19 +53,18 @@ def do_node(config: Json) -> Json:
         os.close(reader)
         _be_the_agent(config, temp, keeper, writer)
     os.close(writer)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    for number in processes.ENDINGS:
         signal.signal(number, lambda number, _: processes.send([child], number))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, processes.ENDINGS)
     status = _wait_for(child)
     with os.fdopen(reader, "rb") as stream:
         said = stream.read()
-    left = processes.end_all(processes.children(keeper), config["mark"])
+    left = processes.end_all([keeper], config["mark"])
     shutil.rmtree(temp, ignore_errors=True)
     if said:
         answer: Json = json.loads(said)
     else:
-        answer = {"ok": False, "node": config["node"], "exit_code": 1, "state": "FAILED",
-                  "reason": "its agent was killed (signal %d)" % (status & 127)}  # fmt: skip
-        _mourn(config, answer["reason"])
+        answer = _mourn(config, "its agent was killed (signal %d)" % (status & 127))
     if left:
         answer.update(ok=False, left=left)
     return answer
@@ -80,14 +81,11 @@ def _be_the_agent(config: Json, temp: str, keeper: int, writer: int) -> None:
         answer = serve(config, temp, Head if config["role"] == "head" else Worker)
     except BaseException as error:
         traceback.print_exc()
-        answer = {
-            "ok": False,
-            "node": config["node"],
-            "exit_code": 1,
-            "state": "FAILED",
-            "reason": repr(error),
-        }
-        _mourn(config, answer["reason"])
+        answer = _mourn(config, repr(error))
+    if os.getppid() != keeper:  # it was killed, so its work is ours
+        processes.end_all([os.getpid()], config["mark"])
+        shutil.rmtree(temp, ignore_errors=True)
+        os._exit(1)
     os.write(writer, json.dumps(answer).encode())
     os._exit(0)
 
@@ -100,11 +98,14 @@ def _wait_for(child: int) -> int:
             return status
 
 
-def _mourn(config: Json, reason: str) -> None:
-    """The agent could not write its own last words."""
-    words = {"state": "FAILED", "reason": reason, "since": time.time()}
+def _mourn(config: Json, reason: str) -> Json:
+    """The agent could not write its own last words, nor give its answer."""
+    words = {"state": "FAILED", "reason": reason, "since": time.time(), "launch": config.get("launch", 0)}
     try:
-        path = os.path.join(config["folder"], "nodes", config["node"] + ".json")
+        folder = os.path.join(config["folder"], "nodes")
+        if not os.path.isdir(folder):
+            os.mkdir(folder, 0o700)
+        path = os.path.join(folder, config["node"] + ".json")
         files.write_json(path, {**(files.read_json(path) or {"node": config["node"]}), **words})
         if config["role"] == "head":
             path = os.path.join(config["folder"], "state.json")
@@ -114,8 +115,11 @@ def _mourn(config: Json, reason: str) -> None:
             if state["job"] and state["job"].get("exit_code") is None:
                 state["job"].update(status="FAILED", ended=time.time())
             files.write_json(path, state)
+            for name in files.OF_A_HEAD:
+                os.unlink(os.path.join(config["folder"], name))
     except OSError:
         pass
+    return {"ok": False, "node": config["node"], "exit_code": 1, "state": "FAILED", "reason": reason}
 
 
 def do_stop(request: Json) -> Json:
@@ -124,6 +128,8 @@ def do_stop(request: Json) -> Json:
     nodes: List[Json] = request["nodes"]
     living = [n for n in nodes if processes.alive(n["pid"], n.get("start"))]
     processes.send([n["pid"] for n in living], signal.SIGTERM)
+    for node in living:  # one that was suspended must wake up to hear it
+        processes.send([*processes.children(node["pid"]), node["pid"]], signal.SIGCONT)
     while living and time.monotonic() < deadline and not request.get("now"):
         time.sleep(0.05)
         living = [n for n in living if processes.alive(n["pid"], n.get("start"))]
@@ -132,12 +138,8 @@ def do_stop(request: Json) -> Json:
         roots = [node["pid"]] if processes.alive(node["pid"], node.get("start")) else []
         left += processes.end_all(roots, node["mark"])
         temp = node.get("temp") or ""
-        # only a folder that an agent made: its name says so, and it is ours
-        if (
-            os.path.basename(temp).startswith("hs-")
-            and os.path.isdir(temp)
-            and os.stat(temp).st_uid == os.getuid()
-        ):
+        made_by_us = os.path.basename(temp).startswith("hs-") and os.path.isdir(temp)
+        if made_by_us and os.stat(temp).st_uid == os.getuid():
             shutil.rmtree(temp, ignore_errors=True)
     return {"ok": not left, "left": left, "killed": [n["pid"] for n in living]}
 

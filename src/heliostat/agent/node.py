@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import socket
@@ -11,7 +12,7 @@ import time
 from typing import Any, Callable, Dict, List, Optional
 
 from . import files, hub, ports, probe, processes
-from .raynode import IN_USE, RayNode, join
+from .raynode import IN_USE, PortTaken, RayNode, join
 
 Json = Dict[str, Any]
 OLDEST_WITH_TOKENS = (2, 52)
@@ -35,6 +36,8 @@ class Node:
         self.folder: str = config["folder"]
         self.logs = os.path.join(self.folder, "logs", self.name)
         self.state, self.reason, self.since = "STARTING", "", time.time()
+        self.keeper = os.getppid()
+        self.silent_s = float(config.get("silent_s", hub.SILENT_S))
         self.info: Json = {}
         self.ray: Optional[RayNode] = None
         self.block: Optional[ports.Block] = None
@@ -46,7 +49,7 @@ class Node:
 
     def _secret(self) -> str:
         if self.config["auth"] != "token":
-            return str(self.config["mark"])
+            return str(self.config["id"])  # a name, no secret: without authentication nothing is
         with open(self.config["token_path"]) as stream:
             secret = stream.read().strip()
         files.write(os.path.join(self.temp, "token"), secret)
@@ -55,27 +58,21 @@ class Node:
     # -- what others see of us
 
     def move(self, state: str, reason: str = "") -> None:
-        self.state, self.reason, self.since = state, reason, time.time()
+        # a clock that is set back must not make an older state the newer one
+        self.state, self.reason, self.since = state, reason, max(time.time(), self.since)
         self.last_words()
         self.changed()
 
     def status(self) -> Json:
-        return {"state": self.state, "reason": self.reason, "since": self.since, **self.info}
+        which = {"launch": self.config.get("launch", 0), **self.info}
+        return {"state": self.state, "reason": self.reason, "since": self.since, **which}
 
     def last_words(self) -> None:
         """Our own file in the record: who we are, for `stop`, and how we ended, for whoever asks later."""
-        keeper = os.getppid()
-        me = {
-            "host": socket.gethostname(),
-            "pid": keeper,
-            "start": processes.start_time(keeper),
-            "temp": self.temp,
-        }
+        me = {"node": self.name, "mark": self.config["mark"], "host": socket.gethostname(), "temp": self.temp}
+        me.update(pid=self.keeper, start=processes.start_time(self.keeper), **self.status())
         try:
-            files.write_json(
-                os.path.join(self.folder, "nodes", self.name + ".json"),
-                {"node": self.name, "mark": self.config["mark"], **me, **self.status()},
-            )
+            files.write_json(os.path.join(self.folder, "nodes", self.name + ".json"), me)
         except OSError:
             pass  # a full disk must not end a running cluster
 
@@ -84,7 +81,13 @@ class Node:
 
     # -- being told to end
 
+    @property
+    def forsaken(self) -> bool:
+        """Our keeper was killed, and the kernel told us so."""
+        return os.getppid() != self.keeper
+
     def stop(self, reason: str) -> None:
+        reason = "its keeper was killed" if self.forsaken else reason
         if self.stopping.is_set():
             self.at_once.set()
         self.stop_reason = self.stop_reason or reason
@@ -141,30 +144,35 @@ class Node:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
         return len(mine)
 
-    async def prepare(self, block: ports.Block) -> Optional[Json]:
-        """Ports are chosen: do what must come before Ray. Returns the head to join; None: we are the head."""
-        raise NotImplementedError
+    async def meet_head(self) -> Optional[Json]:
+        """The head to join, once there is something to join; None: we are the head."""
+        return None
+
+    async def prepare(self, block: ports.Block) -> None:
+        """Ports are chosen: do what must come before Ray."""
 
     async def start_ray(self) -> None:
         """Until Ray's node table has us. A port that somebody took in the last moment costs a new block, not the node."""
         window = self.config["ports"].get("window")
         for attempt in range(3):
+            head = await self.meet_head()  # first: in a narrow range the head's ports come before ours
             try:
                 self.block = ports.take(tuple(window) if window else None)
             except ports.NoPorts as error:
                 raise Refused(str(error)) from None
             self.info.update(ip=self.ip, ports=ports.as_json(self.block), resources=self.config["resources"])
-            head = await self.prepare(self.block)
             self.ray = RayNode(
                 self.config, self.ip, self.block, self.temp, os.path.join(self.logs, "ray.log")
             )
-            await self.ray.start(head)
             try:
+                await self.prepare(self.block)
+                await self.ray.start(head)
                 await self.ray.wait_ready(float(self.config.get("start_timeout_s", 180)))
                 return
-            except RuntimeError as error:
+            except (RuntimeError, OSError) as error:
                 await self.ray.end()
-                if attempt == 2 or not IN_USE.search(files.tail(self.ray.log)):
+                known = isinstance(error, PortTaken) or getattr(error, "errno", None) == errno.EADDRINUSE
+                if attempt == 2 or not (known or IN_USE.search(self.ray.said())):
                     raise Refused(str(error)) from None
                 self.block.close()
 
@@ -190,8 +198,11 @@ class Node:
         raise NotImplementedError
 
     async def run(self) -> Json:
-        os.makedirs(self.logs, mode=0o700, exist_ok=True)
-        os.makedirs(os.path.join(self.folder, "nodes"), mode=0o700, exist_ok=True)
+        for folder in (self.logs, os.path.join(self.folder, "nodes")):
+            try:
+                os.mkdir(folder, 0o700)  # never its parents: an ended cluster's folder must not come back
+            except FileExistsError:
+                pass
         end, reason = "GONE", ""
         self.last_words()
         try:
@@ -208,19 +219,16 @@ class Node:
         except Exception as error:  # whatever it is, Ray must not outlive us
             end, reason = "FAILED", "%s: %s" % (type(error).__name__, error)
         if end != "FAILED" and self.ray and self.ray.ended.is_set() and not self.stopping.is_set():
-            end, reason = "FAILED", "Ray ended: %s" % self.ray.last_words()
+            end, reason = "FAILED", "Ray ended: %s" % await self.ray.why()
+        elif end != "FAILED" and self.forsaken:
+            end = "FAILED"
         self.move("STOPPING", reason or self.stop_reason)
         await self.leave()
         if self.ray:
             self.ray.keep_logs(self.logs)
         self.move(end, reason or self.stop_reason)
-        return {
-            "ok": end == "GONE",
-            "node": self.name,
-            "state": end,
-            "reason": self.reason,
-            "exit_code": self.exit_code(),
-        }
+        answer = {"ok": end == "GONE", "node": self.name, "state": end, "reason": self.reason}
+        return {**answer, "exit_code": self.exit_code()}
 
     def exit_code(self) -> int:
         return 0 if self.state == "GONE" else 1
@@ -243,9 +251,11 @@ class Worker(Node):
             self.at_once.set()
             self.stop(str(message.get("reason", "the cluster ends")))
 
-    async def prepare(self, block: ports.Block) -> Optional[Json]:
+    async def meet_head(self) -> Optional[Json]:
         if self.link is None:
-            self.link = hub.Link(self.secret, self.name, self.find_head, self.status, self.told)
+            self.link = hub.Link(
+                self.secret, self.name, self.find_head, self.status, self.told, self.silent_s
+            )
             self.background += [
                 asyncio.ensure_future(self.link.run()),
                 asyncio.ensure_future(self._orphaned()),
@@ -260,14 +270,18 @@ class Worker(Node):
         """A head that does not come back takes its workers with it."""
         assert self.link
         patience = float(self.config.get("orphan_s", 30))
+        heard, quiet, last = self.link.heard, 0.0, time.monotonic()
         while True:
-            quiet = asyncio.get_running_loop().time() - self.link.heard
+            await asyncio.sleep(1)
+            now = time.monotonic()
+            # a node that was suspended was deaf itself: that time counts for little
+            quiet = quiet + min(2.0, now - last) if self.link.heard == heard else 0.0
+            heard, last = self.link.heard, now
             first = self.state == "STARTING" and self.link.writer is None  # the head may wait in a queue
             if quiet > (float(self.config.get("head_timeout_s", 600)) if first else patience):
                 self.at_once.set()
                 self.stop("the head has not been heard of for %d s" % quiet)
                 return
-            await asyncio.sleep(1)
 
     async def live(self) -> None:
         assert self.ray
@@ -298,12 +312,9 @@ def serve(config: Json, temp: str, make: Callable[[Json, str], Node]) -> Json:
     async def main() -> Json:
         node = make(config, temp)
         loop = asyncio.get_running_loop()
-        for number, reason in (
-            (signal.SIGTERM, "told to stop"),
-            (signal.SIGINT, "interrupted"),
-            (signal.SIGHUP, "hang-up"),
-        ):
+        for number, reason in processes.ENDINGS.items():
             loop.add_signal_handler(number, node.stop, reason)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, processes.ENDINGS)
         return await node.run()
 
     return asyncio.run(main())

@@ -13,7 +13,7 @@ import re
 import socket
 import sys
 import tempfile
-from typing import Dict, List, Optional, Tuple
+from typing import Dict, Iterable, List, Optional, Set, Tuple
 
 # Ray's own services, then ours (the hub)
 SERVICES = (
@@ -62,7 +62,8 @@ def take(window: Optional[Tuple[int, int]] = None) -> Block:
     where Ray's workers must find theirs too."""
     low, high = window or _default()
     size = UNIT if window is None else min(512, high - low + 1)
-    starts = list(range(low, high - size + 2, size))
+    # but for the first, each begins where a unit does: two that touch must not want the same lock
+    starts = [low, *range(-(-(low + size) // UNIT) * UNIT, high - size + 2, size)]
     first = 0 if window else random.randrange(len(starts))  # agents that start together begin apart
     for start in starts[first:] + starts[:first]:
         try:
@@ -70,6 +71,22 @@ def take(window: Optional[Tuple[int, int]] = None) -> Block:
         except OSError:
             continue
     raise NoPorts("no block of %d free ports between %d and %d" % (size, low, high))
+
+
+def listeners(wanted: Iterable[int]) -> Dict[int, Set[str]]:
+    """port -> the inodes of the sockets, anybody's, that listen on it. Empty where there is no /proc."""
+    ports = frozenset(wanted)
+    found: Dict[int, Set[str]] = {}
+    for path in ("/proc/net/tcp", "/proc/net/tcp6"):
+        try:
+            with open(path) as stream:
+                rows = [line.split() for line in stream]
+        except OSError:
+            continue
+        for row in rows:
+            if row[3] == "0A" and int(row[1].rpartition(":")[2], 16) in ports:
+                found.setdefault(int(row[1].rpartition(":")[2], 16), set()).add(row[9])
+    return found
 
 
 def _default() -> Tuple[int, int]:

@@ -8,9 +8,10 @@ import signal
 import subprocess
 import sys
 import time
-from typing import Dict, Iterable, List, Optional, Tuple
+from typing import Dict, Iterable, List, Optional, Set, Tuple
 
 MARK = "HELIOSTAT_NODE"  # in the environment of every process of a node: finds what left its family
+ENDINGS = {signal.SIGTERM: "told to stop", signal.SIGINT: "interrupted", signal.SIGHUP: "hang-up"}
 _PDEATHSIG, _SUBREAPER = 1, 36
 
 
@@ -87,6 +88,20 @@ def marked(mark: str) -> List[int]:
     return [pid for pid in found if start_time(pid)]
 
 
+def sockets(pids: Iterable[int]) -> Set[str]:
+    """The inodes of the sockets that these processes have open."""
+    found = set()
+    for pid in pids:
+        try:
+            for name in os.listdir("/proc/%d/fd" % pid):
+                link = os.readlink("/proc/%d/fd/%s" % (pid, name))
+                if link.startswith("socket:["):
+                    found.add(link[8:-1])
+        except OSError:
+            pass  # it ended while we looked
+    return found
+
+
 def send(pids: Iterable[int], number: int) -> None:
     for pid in pids:
         try:
@@ -105,14 +120,19 @@ def executable(pid: int) -> str:
 
 
 def end_all(roots: Iterable[int], mark: str, seconds: float = 10.0, but: Iterable[int] = ()) -> List[int]:
-    """SIGKILL to these families and to whatever carries the mark, until none is left. Returns what would not go."""
+    """SIGKILL to these families and to whatever carries the mark, until none is left. Returns what would not go.
+
+    The roots go last: what is born in this moment comes to them, and is found in the next round. But not for ever:
+    a root may itself be the one that goes on starting others."""
     roots, spared = list(roots), {os.getpid(), *but}
     deadline = time.monotonic() + seconds
+    patience = time.monotonic() + min(1.0, seconds / 2)
     while True:
         left = [pid for pid in {*family(roots), *marked(mark)} if pid not in spared]
         if not left or time.monotonic() > deadline:
             return left
-        send(left, signal.SIGKILL)
+        below = [pid for pid in left if pid not in roots]
+        send(below if below and time.monotonic() < patience else left, signal.SIGKILL)
         reap()
         time.sleep(0.02)
 

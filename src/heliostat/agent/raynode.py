@@ -53,6 +53,16 @@ async def http_get(
         raise OSError("not an HTTP answer") from None
 
 
+# what listens on every node, and what on a head besides; the rest are metrics that nobody misses
+ON_EVERY_NODE = ("node_manager", "object_manager", "runtime_env_agent", "agent_http", "agent_grpc", "metrics")
+ON_A_HEAD = ("gcs", "client", "dashboard")
+LATE_S = 120.0  # some of Ray's services come after the node is alive
+
+
+class PortTaken(RuntimeError):
+    """Another program listens on a port of ours: another block may do."""
+
+
 class RayNode:
     """`ray start --block` as our child, and the raylet below it."""
 
@@ -61,7 +71,10 @@ class RayNode:
         # one below our private folder: Ray opens its own to everybody (0777), ours stays 0700
         self.ray_temp = os.path.join(temp, "ray")
         self.process: Optional[asyncio.subprocess.Process] = None
+        self._log_from = os.path.getsize(log) if os.path.exists(log) else 0  # earlier tries wrote before it
         self.raylet: Optional[Tuple[int, Optional[str]]] = None
+        self.services: Dict[int, str] = {}  # port -> name, of what listens here
+        self.robbed = ""
         self.ended = asyncio.Event()  # set when the raylet or `ray start` is gone
 
     def environment(self) -> Dict[str, str]:
@@ -77,6 +90,10 @@ class RayNode:
             RAY_enable_autoscaler_v2="1",
             RAY_USAGE_STATS_ENABLED="0",
         )
+        if not os.environ.get("TMPDIR"):
+            # Ray's processes leave folders in /tmp when they are ended; there they go with ours
+            env["TMPDIR"] = os.path.join(self.temp, "tmp")
+            os.makedirs(env["TMPDIR"], mode=0o700, exist_ok=True)
         return env
 
     def command(self, head: Optional[Dict[str, Any]]) -> List[str]:
@@ -118,6 +135,8 @@ class RayNode:
         return argv
 
     async def start(self, head: Optional[Dict[str, Any]]) -> None:
+        names = ON_EVERY_NODE + (ON_A_HEAD if head is None else ())
+        self.services = {self.block.ports[name]: name for name in names}
         with open(self.log, "ab") as out:
             self.process = await asyncio.create_subprocess_exec(
                 *self.command(head),
@@ -134,8 +153,12 @@ class RayNode:
         assert self.process is not None
         exited = asyncio.ensure_future(self.process.wait())
         end = asyncio.get_running_loop().time() + seconds
+        checked = end - seconds
         while True:
             await asyncio.wait([exited], timeout=0.1)
+            if asyncio.get_running_loop().time() - checked > 1:
+                self.check_ports()
+                checked = asyncio.get_running_loop().time()
             if exited.done():
                 raise RuntimeError(
                     "`ray start` ended with code %s: %s" % (exited.result(), self.last_words())
@@ -150,7 +173,7 @@ class RayNode:
             if asyncio.get_running_loop().time() > end:
                 exited.cancel()
                 raise RuntimeError("Ray did not become alive within %d s: %s" % (seconds, self.last_words()))
-        self.block.hand_over()
+        self.check_ports()
         for pid in processes.children(self.process.pid):
             if processes.executable(pid).endswith("/raylet"):
                 self.raylet = (pid, processes.start_time(pid))
@@ -158,17 +181,62 @@ class RayNode:
 
     async def _watch(self, exited: asyncio.Future[int]) -> None:
         """After a drain the raylet ends and `ray start --block` goes on for ever: watch both."""
+        late = asyncio.get_running_loop().time() + LATE_S
+        held = True
         while not exited.done() and (self.raylet is None or processes.alive(*self.raylet)):
             await asyncio.wait([exited], timeout=0.5)
+            if held:
+                try:
+                    held = not self.check_ports() and asyncio.get_running_loop().time() < late
+                except PortTaken as error:
+                    self.robbed = str(error)
+                    break
+                if not held:
+                    self.block.hand_over()
         self.ended.set()
+
+    def check_ports(self) -> bool:
+        """Do all of Ray's services here listen by now? Raises PortTaken when somebody else does."""
+        for _ in range(2):  # one that ends while we look is no stranger
+            listening = ports.listeners(self.services)
+            ours = processes.sockets(processes.family([os.getppid()])) if listening else set()
+            taken = [port for port, inodes in listening.items() if not inodes <= ours]
+            if not taken:
+                return len(listening) == len(self.services)
+        names = ", ".join("%d (%s)" % (port, self.services[port]) for port in sorted(taken))
+        raise PortTaken("another program listens on port %s" % names)
+
+    def said(self) -> str:
+        """The end of what this `ray start` wrote, without colours."""
+        try:
+            size = os.path.getsize(self.log) - self._log_from
+        except OSError:
+            return ""
+        return re.sub(r"\x1b\[[0-9;]*m", "", files.tail(self.log, min(size, 1 << 16))) if size > 0 else ""
 
     def last_words(self) -> str:
         """The lines of Ray's output that say why, in one line."""
-        lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip() for line in files.tail(self.log).splitlines()]
+        said = self.said()
+        fallen = re.search(r"(Some Ray subprocesses exited unexpectedly:).*\n((?:.*\[exit code=.*\n)+)", said)
+        if fallen:
+            names = [line.rpartition(" -- ")[2].strip() for line in fallen[2].splitlines()]
+            return "%s %s" % (fallen[1], ", ".join(names))
+        lines = [line.strip() for line in said.splitlines() if line.strip() and "[state-dump]" not in line]
         telling = [
             line for line in lines if re.search(r"error|exception|mismatch|refus|fail|unable", line, re.I)
         ]
-        return " | ".join((telling or [line for line in lines if line])[-3:])[-600:]
+        return " | ".join((telling or lines)[-3:])[-600:]
+
+    async def why(self) -> str:
+        """Why Ray ended by itself. `ray start` finds out a little after us, and says which process fell."""
+        if self.robbed:
+            return self.robbed
+        if self.process is not None:
+            try:
+                await asyncio.wait_for(self.process.wait(), 5)
+            except asyncio.TimeoutError:
+                pass
+        return self.last_words()
 
     async def drain(self) -> None:
         """Lets running work go elsewhere, as far as Ray does that, then Ray ends by itself."""
@@ -195,7 +263,6 @@ class RayNode:
         logs = os.path.join(self.ray_temp, "session_latest", "logs")
         try:
             names = sorted(name for name in os.listdir(logs) if LOGS.match(name))
-            os.makedirs(folder, mode=0o700, exist_ok=True)
             for name in names:
                 text = files.tail(os.path.join(logs, name), LOG_BYTES)
                 if text:

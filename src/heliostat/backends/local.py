@@ -83,7 +83,9 @@ class Local:
         for step in plan.steps:
             logs = order.folder / "logs" / step.nodes[0]
             logs.mkdir(mode=0o700, parents=True, exist_ok=True)
-            spawned = host.spawn(step.argv, log=logs / "agent.log", cwd=order.folder)
+            # the mark from the first moment on: what the set-up lines start must be found too
+            mark = {"HELIOSTAT_NODE": step.config["mark"]}
+            spawned = host.spawn(step.argv, log=logs / "agent.log", cwd=order.folder, env=mark)
             detail = {
                 "pid": spawned.pid,
                 "start": spawned.start,
@@ -109,9 +111,9 @@ class Local:
         folder = Path(handles[0].detail["folder"])
         nodes = [{**handle.detail, "temp": _temp(folder, handle.nodes[0])} for handle in handles]
         request = json.dumps({"nodes": nodes, "now": now, "seconds": STOP_S}).encode()
-        done = host.run(
-            [sys.executable, str(folder / "agent.pyz"), "stop"], input=request, timeout=STOP_S + 60
-        )
+        agent = folder / "agent.pyz"  # gone where an earlier `down` needed its room on a full disk
+        words = [str(agent)] if agent.exists() else ["-m", "heliostat.agent"]
+        done = host.run([sys.executable, *words, "stop"], input=request, timeout=STOP_S + 60)
         try:
             answer = json.loads(done.out)
         except ValueError:

@@ -6,6 +6,11 @@ import sys
 
 
 def main() -> None:
-    from heliostat.cli.app import run
+    try:
+        from heliostat.cli.app import run
 
-    sys.exit(run(sys.argv[1:]))
+        code = run(sys.argv[1:])
+    except KeyboardInterrupt:  # while the first modules are loaded, or in the last moment
+        sys.stderr.write("error: interrupted\nhint: heliostat ls\n")
+        code = 130
+    sys.exit(code)

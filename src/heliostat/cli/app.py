@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import os
+import re
 import signal
 import sys
 import time
@@ -83,7 +84,7 @@ def run(arguments: Sequence[str]) -> int:
     """Runs one command line and returns its exit code."""
     output = Output(arguments)
     signal.signal(signal.SIGTERM, _interrupt)  # the same orderly way out as Ctrl-C
-    if hasattr(signal, "SIGHUP"):
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # `nohup`
         signal.signal(signal.SIGHUP, _interrupt)
     try:
         result: Any = cli.main(args=list(arguments), prog_name="heliostat", standalone_mode=False, obj=output)
@@ -92,6 +93,9 @@ def run(arguments: Sequence[str]) -> int:
     except click.exceptions.Exit as leave:
         return leave.exit_code
     except click.UsageError as error:
+        if type(error).__name__ == "NoArgsIsHelpError" and not output.json:  # in click since 8.2
+            output.say(error.format_message())
+            return error.exit_code
         return output.error(_usage(error))
     except click.ClickException as error:
         return output.error(UsageError(error.format_message()))
@@ -101,10 +105,10 @@ def run(arguments: Sequence[str]) -> int:
         return output.error(error)
     except (KeyboardInterrupt, click.Abort):
         return output.error(Interrupted("interrupted", hint="heliostat ls"))
-    except BrokenPipeError:
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # the reader left: no complaint at exit
+    except (BrokenPipeError, SystemExit):
+        if not output.unread:  # click makes an exit of a reader that left
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except Exception as error:
         return output.error(_defect(error, output.debug))
@@ -115,8 +119,10 @@ def _interrupt(number: int, frame: object) -> None:
 
 
 def _usage(error: click.UsageError) -> UsageError:
-    words = error.format_message().rstrip(".")
+    words = re.sub(r"'([^']*)'", r"`\1`", error.format_message().rstrip("."))
     words = words[0].lower() + words[1:] if words else "wrong usage"
+    if type(error).__name__ == "NoArgsIsHelpError":
+        words = "there is no verb"
     path = error.ctx.command_path if error.ctx else "heliostat"
     if isinstance(error, click.NoSuchOption):
         words = f"`{path}` has no option `{error.option_name}`"

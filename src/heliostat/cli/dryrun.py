@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+from pydantic import BaseModel
+
 from heliostat.cli.output import Output
 from heliostat.lifecycle import Lifecycle
 from heliostat.planning import agent_archive
@@ -42,15 +44,21 @@ def origins(config: Config) -> list[tuple[str, str, str]]:
     """(key, value, where it came from) of every value, defaults too."""
     rows: list[tuple[str, str, str]] = []
 
-    def walk(prefix: str, value: Any) -> None:
-        if isinstance(value, dict) and value:
-            for key, inner in value.items():
-                walk(f"{prefix}.{key}" if prefix else str(key), inner)
-            return
-        where = next((o for k, o in _parents(config, prefix)), "default")
-        rows.append((prefix, json.dumps(value, default=str), where))
+    def walk(prefix: str, value: Any, given: bool) -> None:
+        if isinstance(value, BaseModel):
+            for name in type(value).model_fields:
+                if name != "sites":
+                    key = f"{prefix}.{name}" if prefix else name
+                    walk(key, getattr(value, name), given and name in value.model_fields_set)
+        elif isinstance(value, dict) and value:
+            for name, inner in value.items():
+                walk(f"{prefix}.{name}", inner, given)
+        else:
+            where = next((o for k, o in _parents(config, prefix)), "default") if given else "default"
+            text = json.dumps(value, default=lambda item: item.model_dump(mode="json", exclude_unset=True))
+            rows.append((prefix, text, where))
 
-    walk("", config.spec.model_dump(mode="json"))
+    walk("", config.spec, True)
     return rows
 
 

@@ -67,6 +67,8 @@ def copy(out: Output, stream: str, path: Path) -> None:
 
 
 def show_events(out: Output, folder: ClusterFolder, follow: bool) -> None:
+    if out.json and not follow:
+        return out.document({"cluster": folder.record().name, "events": list(folder.events())})
     shown = 0
     while True:
         events = list(folder.events())
@@ -89,6 +91,7 @@ def event_line(event: dict[str, Any]) -> str:
 def show_node(out: Output, folder: ClusterFolder, node: str, follow: bool) -> None:
     """The agent's log, `ray start`'s, and Ray's own that were kept; each under its name."""
     sizes: dict[Path, int] = {}
+    last = b"\n"
     while True:
         for path in sorted(
             p for p in [*(folder.logs / node).glob("*"), *live_logs(folder, node)] if p.is_file()
@@ -96,11 +99,12 @@ def show_node(out: Output, folder: ClusterFolder, node: str, follow: bool) -> No
             size = path.stat().st_size
             if size <= sizes.get(path, 0):
                 continue
+            out.raw("out", b"" if last.endswith(b"\n") else b"\n")
             out.raw("out", f"==> {path.name} <==\n".encode())
             with open(path, "rb") as stream:
                 stream.seek(sizes.get(path, 0))
                 while chunk := stream.read(1 << 20):
-                    out.raw("out", chunk)
+                    out.raw("out", last := chunk)
             sizes[path] = size
         if not follow or not folder.path.exists():
             return

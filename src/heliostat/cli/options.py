@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -74,7 +75,7 @@ def cluster_options(function: F) -> F:
             "-f",
             "--file",
             "file",
-            type=click.Path(path_type=Path),
+            type=click.Path(path_type=Path, readable=False),  # whoever reads it says why it cannot
             help="the cluster's file [heliostat.yaml]",
         ),
         click.option("--on", metavar="SITE", help="where the machines come from [local]"),
@@ -117,7 +118,10 @@ def read_config(values: dict[str, Any], file: Path | None, **more: Any) -> Confi
         flags["labels"] = _pairs(flags["labels"].split(","), "--labels")
     if "environment.setup" in flags:
         flags["environment.setup"] = list(flags["environment.setup"])
-    return config.load(backends.names(), file=file, flags={**flags, **more}, look_in=Path.cwd())
+    spelled = {key: option for option, key in KEYS.items()}
+    return config.load(
+        backends.names(), file=file, flags={**flags, **more}, spelled=spelled, look_in=Path.cwd()
+    )
 
 
 def _pairs(words: Sequence[str], option: str) -> dict[str, str]:
@@ -135,24 +139,38 @@ def pairs(words: Sequence[str], option: str) -> dict[str, str]:
     return _pairs(words, option)
 
 
+class WordsCommand(click.Command):
+    """A verb whose `words` are the user's own. click takes the first `--` away; here it stays, as it says where the
+    user's command begins."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if "--" in args:
+            args.insert(args.index("--"), "--")
+        rest = super().parse_args(ctx, args)
+        words = list(ctx.params.get("words") or ())
+        cut = words.index("--") if "--" in words else len(words)
+        if words[cut : cut + 2] == ["--", "--"]:  # it stands behind the script, where click looks for nothing
+            del words[cut]
+        ctx.params["words"] = tuple(words)
+        return rest
+
+
 def command_words(words: Sequence[str], site_takes_options: bool = False) -> tuple[list[str], list[str]]:
-    """Splits what follows our own options: (options for the scheduler, the command).
+    """Splits what follows our own options: (options for the scheduler, the command), which may begin with `--`.
 
     The command begins at `--`, or at the first word that is a Python file. A long option before it that is not ours is
     the scheduler's; a site without a scheduler has none."""
-    if "--" in words:
-        cut = list(words).index("--")
-        native, command = list(words[:cut]), list(words[cut + 1 :])
-    else:
-        cut = next((i for i, word in enumerate(words) if not word.startswith("-")), len(words))
-        cut = next(
-            (i for i, word in enumerate(words) if word.endswith(".py") and not word.startswith("-")), cut
-        )
-        native, command = list(words[:cut]), list(words[cut:])
+    plain = [i for i, word in enumerate(words) if not word.startswith("-")]
+    sure = [i for i, word in enumerate(words) if word == "--" or (i in plain and word.endswith(".py"))]
+    cut = 0 if 0 in plain else next(iter([*sure, *plain]), len(words))
+    native, command = list(words[:cut]), list(words[cut:])
     if native and not site_takes_options:
+        known = [name for option in click.get_current_context().command.params for name in option.opts]
+        near = difflib.get_close_matches(native[0].partition("=")[0], known, n=1)
+        usage = "heliostat run --help; arguments of a script go after it, a command goes after `--`"
         raise UsageError(
             f"no such option: `{native[0]}`",
             because="this site has no scheduler to pass it to",
-            hint="heliostat run --help; arguments of a script go after it, a command goes after `--`",
+            hint=f"did you mean `{near[0]}`?" if near else usage,
         )
     return native, command

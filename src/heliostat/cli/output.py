@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from heliostat.errors import HeliostatError
@@ -32,12 +33,13 @@ class Output:
     """One command's way to the person. Made from the raw arguments, since a wrong option must be told in JSON too."""
 
     def __init__(self, arguments: Sequence[str] = ()) -> None:
-        own = list(arguments)[: list(arguments).index("--")] if "--" in arguments else list(arguments)
+        own = _own(list(arguments))
         self.json = "--json" in own
         self.quiet = "-q" in own or "--quiet" in own
         self.verbose = "-v" in own or "--verbose" in own
         self.debug = "--debug" in own or bool(os.environ.get("HELIOSTAT_DEBUG"))
         self.live = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+        self.unread = False  # nobody reads stdout any more
         self.began = time.monotonic()
         self._line = ""
         self._told = time.monotonic()
@@ -58,21 +60,36 @@ class Output:
         """One line to the person."""
         if not self.quiet:
             self._clear()
-            sys.stderr.write(text + "\n")
+            self._talk(text + "\n")
+
+    def _talk(self, text: str) -> None:
+        with contextlib.suppress(OSError):  # a terminal that is gone must not keep us from our work
+            sys.stderr.write(text)
             sys.stderr.flush()
 
     def data(self, text: str) -> None:
         """What the command is for, to stdout."""
         self._clear()
-        sys.stdout.write(text if text.endswith("\n") else text + "\n")
-        sys.stdout.flush()
+        with self._reader():
+            sys.stdout.write(text if text.endswith("\n") else text + "\n")
+            sys.stdout.flush()
 
     def raw(self, stream: str, chunk: bytes) -> None:
         """Output of the user's own program, byte for byte. With --json, stdout is ours: it goes to stderr."""
         self._clear()
         target = sys.stdout if stream == "out" and not self.json else sys.stderr
-        target.buffer.write(chunk)
-        target.buffer.flush()
+        with self._reader():
+            target.buffer.write(chunk)
+            target.buffer.flush()
+
+    @contextlib.contextmanager
+    def _reader(self) -> Iterator[None]:
+        """Remembers when whoever reads our output has left."""
+        try:
+            yield
+        except BrokenPipeError:
+            self.unread = True
+            raise
 
     def document(self, value: dict[str, Any]) -> None:
         self.data(json.dumps({"schema": 1, **value}, indent=2, default=str))
@@ -90,8 +107,7 @@ class Output:
                 text = error.what if name == "error" else getattr(error, name)
                 if text:
                     one_line = " ".join(str(text).split())
-                    sys.stderr.write(f"{self.colour(name + ':', name)} {one_line}\n")
-            sys.stderr.flush()
+                    self._talk(f"{self.colour(name + ':', name)} {one_line}\n")
         return error.exit_code
 
     # -- events
@@ -126,18 +142,24 @@ class Output:
             self._clear()
             width = max(20, _width() - 1)
             self._line = f"{text} … {age:.0f} s"[:width]
-            sys.stderr.write(self._line)
-            sys.stderr.flush()
+            self._talk(self._line)
         elif time.monotonic() - self._told > PLAIN_EVERY_S:
             self._told = time.monotonic()
-            sys.stderr.write(f"{text} … {age:.0f} s\n")
-            sys.stderr.flush()
+            self._talk(f"{text} … {age:.0f} s\n")
 
     def _clear(self) -> None:
         if self._line:
-            sys.stderr.write("\r\x1b[K")
-            sys.stderr.flush()
+            self._talk("\r\x1b[K")
             self._line = ""
+
+
+def _own(words: list[str]) -> list[str]:
+    """The words that are ours: what follows `--`, or the script of a `run`, is meant for somebody else."""
+    end = words.index("--") if "--" in words else len(words)
+    if "run" in words[:end]:
+        first = words.index("run") + 1
+        end = next((i for i in range(first, end) if words[i].endswith(".py")), end)
+    return words[:end]
 
 
 def _width() -> int:

@@ -6,12 +6,13 @@ import os
 import secrets
 import stat
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 
-from heliostat.cli.options import cluster_options, command_words, common, read_config
+from heliostat.cli.options import WordsCommand, cluster_options, command_words, common, read_config
 from heliostat.cli.output import Output
 from heliostat.errors import UsageError
 from heliostat.jobs import Jobs
@@ -19,7 +20,9 @@ from heliostat.lifecycle import Lifecycle
 from heliostat.script import quote
 
 
-@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.command(
+    cls=WordsCommand, context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False}
+)
 @click.option("--cluster", metavar="NAME", help="use this running cluster instead of a new one")
 @click.option("--detach", is_flag=True, help="return once it is submitted; `logs -f` shows its output")
 @cluster_options
@@ -47,6 +50,8 @@ def command(
         {} if values.get("name") else {"name": f"run-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}"}
     )
     config = read_config(values, file, **fresh)
+    if fresh:
+        config = replace(config, origins={**config.origins, "name": "made up"})
     what = {"argv": argv, "cwd": os.getcwd(), "text": quote(argv)}
     if dry_run:
         from heliostat.cli.dryrun import show
@@ -67,12 +72,14 @@ def command(
 def script_command(words: tuple[str, ...]) -> list[str]:
     """The command's words; a Python file runs by the nodes' own Python. Bad scripts are told before anything starts."""
     _, found = command_words(words)
+    explicit = found[:1] == ["--"]
+    found = found[1:] if explicit else found
     if not found:
         raise UsageError(
             "there is no script to run", hint="heliostat run script.py, or heliostat run -- COMMAND"
         )
-    if "--" in words or not found[0].endswith(".py"):
-        if "--" not in words and not _exists(found[0]):
+    if explicit or not found[0].endswith(".py"):
+        if not explicit and not _exists(found[0]):
             raise UsageError(
                 f"`{found[0]}` is not a Python file that is here",
                 because=f"looked in {os.getcwd()}",
@@ -123,7 +130,11 @@ def run_on(
 ) -> int | None:
     """On a cluster that runs already: a job there, in this folder."""
     if dry_run:
-        out.data(f"# submits to `{cluster}`:\n{quote(argv)}")
+        life.find(cluster)
+        if out.json:
+            out.document({"cluster": cluster, "entrypoint": quote(argv)})
+        else:
+            out.data(f"# submits to `{cluster}`:\n{quote(argv)}")
         return None
     from heliostat.cli.submit import follow
 

@@ -25,6 +25,6 @@ def command(out: Output, /, cluster: str, workers: int, dry_run: bool) -> None:
         now = sum(node.role == "worker" for node in view.record.nodes.values())
         if out.json:
             return out.document({"name": cluster, "workers": now, "wanted": workers})
-        return out.data(f"# {cluster}: {now} workers now, {workers} wanted")
+        return out.data(f"# {cluster}: {count(now, 'worker')} now, {workers} wanted")
     view = life.scale(cluster, workers)
     out.document(summary(view)) if out.json else out.say(f"`{cluster}` has {count(view.alive(), 'node')}")

@@ -15,9 +15,7 @@ from heliostat.cli.output import Output
 @click.pass_obj
 def command(out: Output, /) -> None:
     """Prints the JSON Schema of heliostat.yaml, for editors and checkers."""
-    from pydantic import TypeAdapter
+    from heliostat import backends, config, planning
 
-    from heliostat import backends, config
-
-    tables = {site: TypeAdapter(backends.load(site).Options).json_schema() for site in backends.names()}
+    tables = {site: planning.site_table(site).json_schema() for site in backends.names()}
     out.data(json.dumps(config.schema(tables), indent=2))

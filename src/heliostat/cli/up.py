@@ -15,7 +15,7 @@ from heliostat.units import count
 
 
 @click.command()
-@click.argument("path", metavar="[FILE]", required=False, type=click.Path(path_type=Path))
+@click.argument("path", metavar="[FILE]", required=False, type=click.Path(path_type=Path, readable=False))
 @click.option("--no-wait", is_flag=True, help="return once it is asked for")
 @cluster_options
 @common

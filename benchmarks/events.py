@@ -1,0 +1,104 @@
+"""How large a day's `events.jsonl` gets at 1,000 nodes: written by Heliostat's own lifecycle over a simulated site."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+from unittest import mock
+
+from benchmarks.figures import Figure, Turns
+from benchmarks.lab import Lab
+from heliostat import backends
+from heliostat.backends.base import Handle, Observation
+from heliostat.lifecycle import Lifecycle
+from heliostat.states import NodeState
+from heliostat.store import ClusterFolder, NodeRecord, Record, Store
+
+NODES, FLAPPING, FLAPS = 1000, 0.05, 10
+N = NodeState
+
+
+class Site:
+    """A scheduler that says of every node what we want it to say."""
+
+    def __init__(self) -> None:
+        self.answer = Observation(N.QUEUED, "Priority")
+
+    def observe(self, handles: Sequence[Handle], host: object) -> dict[str, Observation]:
+        return {handle.native_id: self.answer for handle in handles}
+
+
+class Day:
+    """One cluster, and the hand of its head's agent."""
+
+    def __init__(self, lab: Lab) -> None:
+        self.names = ["head", *(f"w{i}" for i in range(1, NODES))]
+        record = Record(
+            name="day",
+            id="0123456789abcdef",
+            site="slurm",
+            kind="up",
+            created=time.time(),
+            spec={"on": "slurm", "name": "day", "nodes": NODES},
+            nodes={
+                name: NodeRecord(name, "worker" if i else "head", since=time.time(), handle=f"1234567_{i}")
+                for i, name in enumerate(self.names)
+            },
+            handles=[Handle(f"1234567_{i}", (name,), {}).to_json() for i, name in enumerate(self.names)],
+        )
+        store = Store(lab.path / "events")
+        self.folder: ClusterFolder = store.create(record, {"events.jsonl": ""})
+        self.life, self.site = Lifecycle(store), Site()
+        self.told: dict[str, dict[str, Any]] = {}
+
+    def tell(self, names: Iterable[str], state: NodeState, reason: str = "") -> None:
+        """What the head's agent would write into state.json."""
+        for name in names:
+            self.told[name] = {
+                "state": str(state),
+                "reason": reason,
+                "since": time.time(),
+                "ip": "10.20.30.40",
+            }
+        (self.folder.path / "state.json").write_text(json.dumps({"schema": 1, "nodes": self.told}))
+
+    def look(self) -> float:
+        began = time.monotonic()
+        with mock.patch.object(backends, "load", return_value=self.site):
+            self.life.look(self.folder)
+        return time.monotonic() - began
+
+    def live(self) -> float:
+        """Every node from the queue to its end, some of them in bad company. Returns the seconds of an idle look."""
+        self.look()
+        self.site.answer = Observation(N.ALLOCATED)
+        self.look()
+        for state in (N.STARTING, N.READY):
+            self.tell(self.names, state)
+            self.look()
+        idle = self.look()
+        bad = self.names[-int(NODES * FLAPPING) :]
+        for _ in range(FLAPS):
+            self.tell(bad, N.LOST, "its agent is silent")
+            self.look()
+            self.tell(bad, N.READY)
+            self.look()
+        self.tell(self.names, N.STOPPING, "taken down")
+        self.look()
+        self.tell(self.names, N.GONE, "taken down")
+        self.site.answer = Observation(N.GONE)
+        self.look()
+        return idle
+
+
+def events(lab: Lab, turns: Turns) -> list[Figure]:
+    """Bytes are bytes: one round is enough."""
+    day = Day(lab)
+    idle = day.live()
+    written = list(day.folder.events())
+    least = NODES * 6 + int(NODES * FLAPPING) * FLAPS * 2
+    size = day.folder.events_file.stat().st_size
+    note = f"{len(written)} events of {size / max(1, len(written)):.0f} bytes (at least {least} expected); a look at {NODES} nodes where nothing moved: {idle * 1000:.0f} ms"
+    return [Figure("events.jsonl, a day of 1,000 nodes", "MB", 10, [size / 1e6], absolute=True, note=note)]

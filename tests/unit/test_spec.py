@@ -1,0 +1,251 @@
+"""What a cluster may be: names, sizes, groups, labels, ports. Whatever else is refused before anything starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from heliostat.spec import ClusterSpec, check_name, members, worker_members
+
+NASTY = [
+    "", " ", "a b", " a", "a ", "a\n", "\na", "a\tb", "'a'", '"a"', "a;b", "$HOME", "$(id)", "`id`", "a\\b", "a/b", "../a",
+    ".", "..", "...", "-a", "--name", "_a", "a_b", "a.b", "ä", "日本", "a\0b", "a" * 41, "a:b", "a*", "{a}", "~", "a,b", "#a",
+    "a\u200bb", "а",  # the last one is Cyrillic
+]  # fmt: skip
+GOOD = ["a", "A", "0", "lab", "lab-1", "a" * 40, "9-9", "a-", "a--b"]
+
+
+def spec(**values: Any) -> ClusterSpec:
+    return ClusterSpec.model_validate(values)
+
+
+def refused(**values: Any) -> str:
+    with pytest.raises(ValidationError) as caught:
+        spec(**values)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", NASTY)
+def test_nasty_names_are_refused_everywhere(name: str) -> None:
+    assert "is not a name" in refused(name=name)
+    assert "is not a name" in refused(groups={name: {"nodes": 1}})
+
+
+@pytest.mark.parametrize("name", [None, 7, True, ["a"], {"a": 1}, b"a"])
+def test_a_name_is_text(name: Any) -> None:
+    with pytest.raises(ValueError, match="is not a name"):
+        check_name(name)
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_good_names(name: str) -> None:
+    assert spec(name=name).cluster_name == name
+
+
+@given(st.text())
+def test_a_name_that_passes_is_safe_as_a_word(name: str) -> None:
+    try:
+        check_name(name)
+    except ValueError:
+        return
+    assert name.isascii() and name.replace("-", "").isalnum() and 0 < len(name) <= 40 and name[0] != "-"
+
+
+def test_the_site_names_a_nameless_cluster() -> None:
+    assert spec().cluster_name == "local" and spec(on="slurm").cluster_name == "slurm"
+
+
+# every key of the file, as a person writes it -> what is found where
+KEYS: list[tuple[dict[str, Any], str, Any]] = [
+    ({"nodes": 3}, "nodes", 3),
+    ({"min_nodes": 1}, "min_nodes", 1),
+    ({"head": "platinum"}, "head.host", "platinum"),
+    ({"head": {"work": False, "cpus": 2, "gpus": 0, "memory": "2G"}}, "head.memory", 2 << 30),
+    ({"hosts": ["platinum", "zinc"]}, "hosts.1.host", "zinc"),
+    ({"hosts": [{"host": "nickel", "gpus": 3, "user": "ann", "port": 2222, "jump": "gw"}]}, "hosts.0.jump", "gw"),
+    ({"hosts": [{"host": "n", "key": "~/.ssh/k", "cpus": 8, "leave_cpus": 2, "labels": {"a": 1}}]}, "hosts.0.labels.a", "1"),
+    ({"hosts": [{"host": "n", "env": {"A": 1}}]}, "hosts.0.env.A", "1"),
+    ({"cpus_per_node": 4}, "cpus_per_node", 4),
+    ({"gpus_per_node": 0}, "gpus_per_node", 0),
+    ({"memory_per_node": "50G"}, "memory_per_node", 50 << 30),
+    ({"object_store": "1.5G"}, "object_store", 3 << 29),
+    ({"time": "24:00:00"}, "time", 86400),
+    ({"time": 90}, "time", 90),
+    ({"environment": {"venv": "~/venvs/rllib"}}, "environment.venv", "~/venvs/rllib"),
+    ({"environment": {"conda": "rl"}}, "environment.conda", "rl"),
+    ({"environment": {"container": "ray.sif"}}, "environment.container", "ray.sif"),
+    ({"environment": {"ray": "2.60.0"}}, "environment.ray", "2.60.0"),
+    ({"environment": {"ray": 2.6}}, "environment.ray", "2.6"),
+    ({"environment": {"requirements": "requirements.txt"}}, "environment.requirements", "requirements.txt"),
+    ({"environment": {"setup": ["module load cuda/12.4"]}}, "environment.setup", ("module load cuda/12.4",)),
+    ({"environment": {"env": {"OMP_NUM_THREADS": 1}}}, "environment.env.OMP_NUM_THREADS", "1"),
+    ({"network": {"interface": "tailscale0"}}, "network.interface", "tailscale0"),
+    ({"network": {"port_offset": 100}}, "network.port_offset", 100),
+    ({"network": {"ports": "20000-22419"}}, "network.ports", "20000-22419"),
+    ({"idle": {"timeout": "60m"}}, "idle.timeout", 3600),
+    ({"idle": {"window": "02:30-09:00"}}, "idle.window", "02:30-09:00"),
+    ({"autoscale": {"max": 8}}, "autoscale.min", 0),
+    ({"groups": {"gpu": {"nodes": 2, "gpus": 4, "labels": {"kind": "gpu"}}}}, "groups.gpu.gpus", 4),
+    ({"groups": {"gpu": {"memory": "1G", "cpus": 2, "resources": {"slot": 1}}}}, "groups.gpu.resources.slot", 1.0),
+    ({"labels": {"team": "blue"}}, "labels.team", "blue"),
+    ({"security": {"auth": "none"}}, "security.auth", "none"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("values", "key", "value"), KEYS, ids=[key for _, key, _ in KEYS])
+def test_every_key(values: dict[str, Any], key: str, value: Any) -> None:
+    found: Any = spec(**values)
+    for part in key.split("."):
+        if isinstance(found, (dict, tuple)):
+            found = found[int(part)] if isinstance(found, tuple) else found[part]
+        else:
+            found = getattr(found, part)
+    assert found == value
+
+
+def test_every_key_is_tried_above() -> None:
+    tried = {key.partition(".")[0] for _, key, _ in KEYS}
+    assert tried == set(ClusterSpec.model_fields) - {"name", "on", "sites"}
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"nodes": 0}, "greater than or equal to 1"),
+    ({"nodes": -1}, "greater than or equal to 1"),
+    ({"nodes": "many"}, "valid integer"),
+    ({"nodes": 2.5}, "valid integer"),
+    ({"nodes": True}, "`True` is not a number"),
+    ({"nodes": 10**9}, "less than or equal to 100000"),
+    ({"cpus_per_node": -1}, "greater than or equal to 0"),
+    ({"cpus_per_node": False}, "`False` is not a number"),
+    ({"min_nodes": 4, "nodes": 3}, "min_nodes (4) is more than the 3 nodes"),
+    ({"memory_per_node": "lots"}, "is not a size"),
+    ({"memory_per_node": 0}, "greater than 0"),
+    ({"memory_per_node": float("inf")}, "fits a machine"),
+    ({"object_store": "1M"}, "1.0 MiB is too small: Ray wants 80M at least"),
+    ({"time": "soon"}, "is not a duration"),
+    ({"time": 0}, "greater than 0"),
+    ({"time": True}, "is not a duration"),
+    ({"time": ["1h"]}, "valid integer"),
+    ({"environment": {"venv": "a", "conda": "b"}}, "`venv` and `conda` exclude each other"),
+    ({"environment": {"conda": "a", "container": "b"}}, "`conda` and `container` exclude each other"),
+    ({"environment": {"env": {"A B": "1"}}}, "not the name of an environment variable"),
+    ({"environment": {"env": {"A\n": "1"}}}, "not the name of an environment variable"),
+    ({"environment": {"env": {"A": "\0"}}}, "not the name of an environment variable"),
+    ({"environment": {"setup": "one line"}}, "valid tuple"),
+    ({"network": {"port_offset": -1}}, "greater than or equal to 0"),
+    ({"network": {"port_offset": 43116}}, "less than or equal to 43115"),
+    ({"network": {"ports": "20000"}}, "not a range of ports"),
+    ({"network": {"ports": "80-2000"}}, "not a range of ports"),
+    ({"network": {"ports": "22419-20000"}}, "not a range of ports"),
+    ({"network": {"ports": "20000-70000"}}, "not a range of ports"),
+    ({"network": {"ports": "20000-22419\n"}}, "not a range of ports"),
+    ({"network": {"ports": "20000-20062"}}, "too narrow"),
+    ({"idle": {"timeout": 0}}, "greater than 0"),
+    ({"idle": {"window": "2-9"}}, "not a window of the day"),
+    ({"autoscale": {}}, "Field required"),
+    ({"autoscale": {"min": 3, "max": 2}}, "min (3) is more than max (2)"),
+    ({"hosts": [{"host": "a", "port": 0}]}, "greater than or equal to 1"),
+    ({"hosts": [{"user": "ann"}]}, "Field required"),
+    ({"hosts": [7]}, "valid dictionary or instance of Host"),
+    ({"head": ["a"]}, "valid dictionary or instance of Head"),
+    ({"security": {"auth": "off"}}, "'token' or 'none'"),
+    ({"labels": {"ray.io/x": "1"}}, "Ray's own"),
+    ({"labels": {"a b": "1"}}, "is not a label"),
+    ({"labels": {"a": "b\n"}}, "is not a label"),
+    ({"labels": {"a" * 64: "1"}}, "is not a label"),
+    ({"labels": {"a": "x,y=z"}}, "is not a label"),
+    ({"labels": {"a": "-x"}}, "is not a label"),
+    ({"groups": {"g": {"labels": {"a": "é"}}}}, "is not a label"),
+    ({"groups": {"g": {"nodes": -1}}}, "greater than or equal to 0"),
+    ({"groups": {"g": {"memory": "x"}}}, "is not a size"),
+    ({"nodes": 2, "groups": {"g": {"nodes": 2}}}, "`nodes` (2) and `groups` (head and 2 workers) disagree"),
+    ({"groups": {"g": {"nodes": 1}}, "min_nodes": 3}, "more than the 2 nodes"),
+    ({"nonsense": 1}, "Extra inputs"),
+    ({"head": {"nonsense": 1}}, "Extra inputs"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("values", "words"), BAD, ids=[str(values)[:60] for values, _ in BAD])
+def test_bad_values(values: dict[str, Any], words: str) -> None:
+    assert words in refused(**values)
+
+
+@pytest.mark.parametrize("label", ["", "a", "a.b_c-d", "a" * 63, "kind/x"])
+def test_good_labels(label: str) -> None:
+    assert spec(labels={"k": label}).labels == {"k": label}
+
+
+def test_numbers_in_labels_are_words() -> None:
+    assert spec(labels={"rack": 7}).labels == {"rack": "7"}
+
+
+@pytest.mark.parametrize(
+    ("network", "window"),
+    [
+        ({}, None),
+        ({"port_offset": 0}, None),
+        ({"port_offset": 100}, (20100, 22519)),
+        ({"port_offset": 43115}, (63115, 65534)),
+        ({"ports": "1024-1087"}, (1024, 1087)),
+        ({"ports": "20000-65535", "port_offset": 5}, (20000, 65535)),
+    ],
+)
+def test_port_windows(network: dict[str, Any], window: tuple[int, int] | None) -> None:
+    assert spec(network=network).network.window() == window
+
+
+def test_a_spec_cannot_be_changed() -> None:
+    with pytest.raises(ValidationError):
+        spec().nodes = 2
+
+
+# -- who is in the cluster
+
+
+def test_plain_workers_get_what_every_node_gets() -> None:
+    made = members(spec(nodes=3, cpus_per_node=4, memory_per_node="1G", labels={"a": "b"}))
+    assert [(m.name, m.role) for m in made] == [("head", "head"), ("w1", "worker"), ("w2", "worker")]
+    assert all((m.cpus, m.gpus, m.memory, m.labels) == (4, None, 1 << 30, {"a": "b"}) for m in made)
+
+
+def test_a_head_of_its_own_kind() -> None:
+    head, worker = members(spec(nodes=2, cpus_per_node=4, head={"cpus": 1, "memory": "1G"}))
+    assert (head.cpus, head.memory, worker.cpus, worker.memory) == (1, 1 << 30, 4, None)
+    head, worker = members(spec(nodes=2, cpus_per_node=4, head={"work": False, "cpus": 3}))
+    assert (head.cpus, head.gpus, worker.cpus) == (0, 0, 4)
+
+
+def test_groups_are_workers_of_several_kinds() -> None:
+    groups = {
+        "gpu": {"nodes": 2, "gpus": 4, "labels": {"kind": "gpu"}},
+        "big": {"memory": "8G"},
+        "none": {"nodes": 0},
+    }
+    made = members(spec(groups=groups, cpus_per_node=2, labels={"kind": "any", "team": "blue"}))
+    assert [m.name for m in made] == ["head", "gpu-1", "gpu-2", "big-1"]
+    assert [m.group for m in made] == [None, "gpu", "gpu", "big"]
+    assert made[1].gpus == 4 and made[1].cpus == 2 and made[3].memory == 8 << 30
+    assert made[1].labels == {"kind": "gpu", "team": "blue"} and made[3].labels == {
+        "kind": "any",
+        "team": "blue",
+    }
+
+
+def test_nodes_may_agree_with_groups() -> None:
+    assert len(members(spec(nodes=3, groups={"g": {"nodes": 2}}))) == 3
+
+
+def test_names_of_nodes_differ() -> None:
+    made = members(
+        spec(groups={"a": {"nodes": 12}, "a-1": {"nodes": 2}, "head": {"nodes": 1}, "w1": {"nodes": 1}})
+    )
+    assert len({m.name for m in made}) == len(made)
+
+
+def test_workers_of_another_number() -> None:
+    assert [m.name for m in worker_members(spec(nodes=2), 3)] == ["w1", "w2", "w3"]
+    assert worker_members(spec(), 0) == []
