@@ -26,13 +26,13 @@ from heliostat.errors import (
     UsageError,
 )
 from heliostat.events import Emit, Event
-from heliostat.rayapi import RayApi
 from heliostat.states import TERMINAL, ClusterState, NodeState, check_move
 from heliostat.store import ClusterFolder, NodeRecord, Record, Store, write_atomic
 from heliostat.transport import Local, Transport
 from heliostat.units import count, format_duration
 
 if TYPE_CHECKING:
+    from heliostat.rayapi import RayApi
     from heliostat.spec import ClusterSpec
 
 POLL_S = 0.1
@@ -357,8 +357,8 @@ class Lifecycle:
             if not missing or record.target != "up":
                 return
             spec = planning.spec_of(record)
-            launch = 1 + max(record.nodes[m.name].launch for m in missing)
-            order, plan = planning.plan(folder, spec, missing, record.id, record.command, launch)
+            record.launches += 1
+            order, plan = planning.plan(folder, spec, missing, record.id, record.command, record.launches)
             again = {m.name for m in missing if record.nodes[m.name].state in TERMINAL}
             old = [h for h in record.handles if set(h["nodes"]) <= again]
             # what an earlier life may have left must not meet the next one
@@ -370,7 +370,7 @@ class Lifecycle:
                         {"at": time.time(), "kind": "note", "text": f"{member.name} is started again"}
                     )
                 record.nodes[member.name] = NodeRecord(
-                    member.name, member.role, member.group, since=time.time(), launch=launch
+                    member.name, member.role, member.group, since=time.time(), launch=record.launches
                 )
                 (folder.path / "nodes" / f"{member.name}.json").unlink(missing_ok=True)
             for file in plan.files:
@@ -668,6 +668,8 @@ class Lifecycle:
 
     def api(self, view: View) -> RayApi:
         """Ray's dashboard and Jobs API of this cluster."""
+        from heliostat.rayapi import RayApi  # HTTP costs `ls` more than all else it does
+
         self._must_be_up(view)
         connection = view.folder.connection() or {}
         host, port = self._reach(view).forward("127.0.0.1", int(connection["dashboard_port"]))

@@ -10,6 +10,7 @@ import json
 import zipfile
 from collections.abc import Sequence
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ def plan(
     return order, backend.plan(order)
 
 
+@cache
 def site_table(site: str) -> TypeAdapter[Any]:
     """What the site's own table may hold, and nothing else."""
     return TypeAdapter(checked(backends.load(site).Options, frozen=True, config=ConfigDict(extra="forbid")))

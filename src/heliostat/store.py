@@ -39,7 +39,7 @@ class NodeRecord:
     reason: str = ""
     since: float = 0.0
     handle: str | None = None  # the native id that it came with
-    launch: int = 0  # how often it was started; words of an earlier life mean nothing
+    launch: int = 0  # which of the cluster's launches it came with; words of an earlier life mean nothing
 
 
 @dataclass
@@ -55,6 +55,7 @@ class Record:
     target: str = "up"  # what the last command wanted: "up" or "down"
     nodes: dict[str, NodeRecord] = field(default_factory=dict)
     handles: list[dict[str, Any]] = field(default_factory=list)
+    launches: int = 0  # never counts back: the name of a node that left may come back
     jobs: list[dict[str, Any]] = field(default_factory=list)
     command: dict[str, Any] | None = None
     ready: float | None = None  # when it was whole for the first time

@@ -37,7 +37,7 @@ def parse_bytes(text: str | int | float) -> int:
 def format_bytes(size: float) -> str:
     """1536 -> `1.5 KiB`."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(size) < 1024 or unit == "TiB":
+        if abs(round(size, 1)) < 1024 or unit == "TiB":
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     raise AssertionError("unreachable")

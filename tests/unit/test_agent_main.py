@@ -175,9 +175,9 @@ def test_stop_removes_only_folders_that_an_agent_made(agent, tmp_path: Path) -> 
     for folder in (ours, theirs):
         folder.mkdir()
         (folder / "x").write_text("")
-    for folder in (ours, theirs, tmp_path / "none", None):
-        node = {"pid": 2**22 + 1, "start": "1", "mark": "none", "temp": folder and str(folder)}
-        assert answer(agent("stop", given={"nodes": [node]}))["ok"]
+    node = {"pid": 2**22 + 1, "start": "1", "mark": "none"}
+    temps = [str(ours), str(theirs), str(tmp_path / "none"), None, ""]
+    assert answer(agent("stop", given={"nodes": [{**node, "temp": temp} for temp in temps]}))["ok"]
     assert not ours.exists() and theirs.exists()
 
 

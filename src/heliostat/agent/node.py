@@ -172,7 +172,7 @@ class Node:
             except (RuntimeError, OSError) as error:
                 await self.ray.end()
                 known = isinstance(error, PortTaken) or getattr(error, "errno", None) == errno.EADDRINUSE
-                if attempt == 2 or not (known or IN_USE.search(self.ray.said())):
+                if attempt == 2 or self.stopping.is_set() or not (known or IN_USE.search(self.ray.said())):
                     raise Refused(str(error)) from None
                 self.block.close()
 
@@ -317,7 +317,11 @@ def serve(config: Json, temp: str, make: Callable[[Json, str], Node]) -> Json:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, processes.ENDINGS)
         return await node.run()
 
-    return asyncio.run(main())
+    # not asyncio.run: its end waits for every task, and the wait_for of Python 3.11 and older may swallow the
+    # cancellation of one; whoever called us leaves by os._exit
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    return loop.run_until_complete(main())
 
 
 __all__ = ["Node", "Worker", "join", "port_open", "serve"]

@@ -93,7 +93,7 @@ def run(arguments: Sequence[str]) -> int:
     except click.exceptions.Exit as leave:
         return leave.exit_code
     except click.UsageError as error:
-        if type(error).__name__ == "NoArgsIsHelpError" and not output.json:  # in click since 8.2
+        if type(error).__name__ == "NoArgsIsHelpError":  # in click since 8.2
             output.say(error.format_message())
             return error.exit_code
         return output.error(_usage(error))
@@ -121,8 +121,6 @@ def _interrupt(number: int, frame: object) -> None:
 def _usage(error: click.UsageError) -> UsageError:
     words = re.sub(r"'([^']*)'", r"`\1`", error.format_message().rstrip("."))
     words = words[0].lower() + words[1:] if words else "wrong usage"
-    if type(error).__name__ == "NoArgsIsHelpError":
-        words = "there is no verb"
     path = error.ctx.command_path if error.ctx else "heliostat"
     if isinstance(error, click.NoSuchOption):
         words = f"`{path}` has no option `{error.option_name}`"

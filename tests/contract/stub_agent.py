@@ -1,0 +1,133 @@
+"""Stands in for the agent: the same words in the same files, and no Ray. It is put in the place of agent.pyz.
+
+What it does is written in $CONTRACT_WORLD/behaviour.json, node -> one of
+  ready      becomes READY (also when nothing is written)
+  refuse     says why it cannot start, and ends
+  vanish     ends without a word
+  hold       stays STARTING until $CONTRACT_WORLD/go-NODE is there
+  stubborn   becomes READY and does not listen when it is told to end
+  mute       becomes READY; when it is told to end it says so, but not that it has ended
+"""
+
+import glob
+import json
+import os
+import signal
+import sys
+import time
+
+
+def start_time(pid):
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as stream:
+            fields = stream.read().rpartition(b")")[2].split()
+        return None if fields[0] == b"Z" else fields[19].decode()
+    except OSError:
+        return None
+
+
+def write(path, value):
+    temporary = f"{path}.{os.getpid()}"
+    with open(temporary, "w") as stream:
+        json.dump(value, stream)
+    os.replace(temporary, path)
+
+
+class Node:
+    def __init__(self, config):
+        self.config, self.name, self.folder = config, config["node"], config["folder"]
+        self.world = os.environ["CONTRACT_WORLD"]
+        self.status, self.table, self.told = {}, None, False
+        os.makedirs(os.path.join(self.folder, "nodes"), exist_ok=True)
+
+    def how(self):
+        try:
+            with open(os.path.join(self.world, "behaviour.json")) as stream:
+                return json.load(stream).get(self.name, "ready")
+        except OSError:
+            return "ready"
+
+    def move(self, state, reason=""):
+        self.status = {
+            "state": state, "reason": reason, "since": time.time(), "launch": self.config["launch"], "ip": "127.0.0.2",
+        }  # fmt: skip
+        me = {
+            "node": self.name,
+            "pid": os.getpid(),
+            "start": start_time(os.getpid()),
+            "mark": self.config["mark"],
+        }
+        write(os.path.join(self.folder, "nodes", self.name + ".json"), {**me, **self.status})
+        self.gather()
+
+    def gather(self, ended=None):
+        """The head's table of all nodes, which it knows from their agents."""
+        if self.config["role"] != "head":
+            return
+        table = dict(self.table or {})
+        for path in glob.glob(os.path.join(self.folder, "nodes", "*.json")):
+            with open(path) as stream:
+                words = json.load(stream)
+            silent = words["state"] in ("READY", "STARTING") and start_time(words["pid"]) != words["start"]
+            name, pid = words["node"], words.pop("pid")
+            table[name] = {
+                **words,
+                **({"state": "LOST", "reason": "its agent is silent"} if silent and pid else {}),
+            }
+        table[self.name] = self.status
+        if (table, ended) != (self.table, None):
+            self.table = table
+            state = {"schema": 1, "nodes": table, "job": None, "started": time.time(), "ended": ended}
+            write(os.path.join(self.folder, "state.json"), state)
+
+    def stop(self, *_):
+        self.told = True
+
+    def run(self):
+        how = self.how()
+        with open(os.path.join(self.world, "starts"), "a") as stream:
+            stream.write(self.name + "\n")
+        signal.signal(signal.SIGTERM, signal.SIG_IGN if how == "stubborn" else self.stop)
+        if how == "vanish":
+            os._exit(1)
+        self.move("STARTING")
+        if how == "refuse":
+            return self.end("FAILED", "no Ray in the environment of this test")
+        while (
+            how == "hold"
+            and not self.told
+            and not os.path.exists(os.path.join(self.world, "go-" + self.name))
+        ):
+            time.sleep(0.02)
+        connection = os.path.join(self.folder, "connection.json")
+        if not self.told:
+            if self.config["role"] == "head":
+                env = {"RAY_ADDRESS": "127.0.0.2:6379", "RAY_AUTH_MODE": "token"}
+                write(connection, {"address": "127.0.0.2:6379", "dashboard_port": 1, "ray": "0", "env": env})
+            self.move("READY")
+        while not self.told:
+            time.sleep(0.02)
+            self.gather()
+        self.move("STOPPING", "told to stop")
+        if how == "mute":
+            time.sleep(0.2)  # the head hears this
+            os._exit(0)
+        if self.config["role"] == "head" and os.path.exists(connection):
+            os.unlink(connection)
+        return self.end("GONE", "told to stop")
+
+    def end(self, state, reason):
+        self.move(state, reason)
+        self.gather({"at": time.time(), "reason": reason})
+        return {"ok": state == "GONE", "node": self.name, "state": state, "reason": reason}
+
+
+if __name__ == "__main__":
+    if sys.argv[1] != "node":  # ending and verifying is the real one's
+        from heliostat.agent.main import main
+
+        sys.exit(main())
+    text = sys.stdin.read()
+    if not text:
+        sys.exit(1)  # whoever started us is gone
+    print(json.dumps(Node(json.loads(text)).run()))

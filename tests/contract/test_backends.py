@@ -1,0 +1,635 @@
+"""What every backend promises, and what a cluster on it does when things go wrong: one suite over all that are found."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from contract.worlds import STAGES, WORLDS, World, until
+from heliostat import backends, lifecycle, planning
+from heliostat.backends.base import Handle
+from heliostat.cli import app
+from heliostat.errors import HeliostatError, Interrupted, NotFoundError, PartlyDone, UsageError
+from heliostat.events import Event
+from heliostat.lifecycle import Lifecycle, View
+from heliostat.spec import members
+from heliostat.states import TERMINAL, ClusterState, NodeState
+from heliostat.store import ClusterFolder, Record
+
+pytestmark = pytest.mark.needs_linux
+TESTS = Path(__file__).parents[1]
+
+
+@pytest.fixture(params=backends.names())
+def world(
+    request: pytest.FixtureRequest, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[World]:
+    """The site's own; after each test nothing of it may be left."""
+    if request.param not in WORLDS:
+        pytest.fail(f"the backend `{request.param}` has no world: add a class to tests/contract/worlds.py")
+    monkeypatch.setattr(
+        planning, "agent_archive", planning.agent_archive
+    )  # a world may put another in its place
+    monkeypatch.setenv("CONTRACT_WORLD", "")
+    monkeypatch.setattr(lifecycle, "POLL_S", 0.02)
+    (tmp_path / "world").mkdir()
+    made = WORLDS[request.param](home, tmp_path / "world")
+    yield made
+    calm = WORLDS[request.param](home, tmp_path / "world")  # obeys again
+    for name in calm.store.names():
+        if calm.store.find(name):
+            calm.life().down(name, now=True)
+    until(lambda: not calm.running(), f"nothing of it is left: {calm.running()}")
+
+
+def states(record: Record) -> dict[str, str]:
+    return {name: str(node.state) for name, node in record.nodes.items()}
+
+
+def ready(view: View, *names: str) -> bool:
+    return view.state is ClusterState.READY and states(view.record) == dict.fromkeys(names, "READY")
+
+
+def handles(record: Record) -> list[Handle]:
+    return [Handle.from_json(data) for data in record.handles]
+
+
+def listing(folder: Path) -> list[str]:
+    return sorted(str(path) for path in folder.rglob("*"))
+
+
+def at_once(*acts: Callable[[], Any]) -> list[Any]:
+    """All of them in the same moment, each in a thread; what each gave or raised."""
+    results: list[Any] = [None] * len(acts)
+    start = threading.Barrier(len(acts))
+
+    def run(i: int) -> None:
+        start.wait()
+        try:
+            results[i] = acts[i]()
+        except Exception as error:
+            results[i] = error
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(acts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    return results
+
+
+# -- the seam
+
+
+def test_what_a_backend_says_of_itself(world: World) -> None:
+    backend = backends.load(world.site)
+    assert backend.name == world.site
+    assert isinstance(backend.starts_ray, bool) and isinstance(backend.shares_files, bool)
+    assert getattr(backend.Options, "__dataclass_params__").frozen  # noqa: B009
+    planning.site_table(world.site).json_schema()
+
+
+def test_a_check_never_raises(world: World) -> None:
+    for spec in (None, world.spec()):
+        for check in backends.load(world.site).checks(spec, world.life().host):
+            assert check.verdict in ("ok", "warn", "fail") and check.name
+
+
+def test_a_plan_is_pure_and_always_the_same(
+    world: World, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, folder = world.spec(nodes=3, labels={"a": "b"}), ClusterFolder(world.store.clusters / "lab")
+    before = listing(home), dict(os.environ), world.calls
+    for call in ("Popen", "run"):
+        monkeypatch.setattr(subprocess, call, None)
+    order, plan = planning.plan(folder, spec)
+    assert (order, plan) == planning.plan(folder, spec)
+    assert before == (listing(home), dict(os.environ), world.calls), "nothing was written, set or run"
+    assert [node for step in plan.steps for node in step.nodes] == [member.name for member in members(spec)]
+    for step in plan.steps:
+        json.dumps(dict(step.config))
+
+
+def test_a_plan_of_some_nodes_has_only_those(world: World) -> None:
+    spec = world.spec(nodes=4)
+    _, plan = planning.plan(ClusterFolder(world.store.clusters / "lab"), spec, members(spec)[2:])
+    assert [node for step in plan.steps for node in step.nodes] == ["w2", "w3"]
+
+
+def test_neither_a_plan_nor_what_is_said_holds_a_secret(
+    world: World, capfd: pytest.CaptureFixture[str]
+) -> None:
+    view = world.life().up(world.spec())
+    token = view.folder.read_token()
+    assert token
+    _, plan = planning.plan(view.folder, world.spec())
+    assert token not in repr(plan)
+    handler = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGHUP)
+    for words in (
+        ["up", "--name", "lab", "--on", world.site, "--dry-run"],
+        ["status", "lab", "--json"],
+        ["env", "lab"],
+    ):
+        app.run(words)
+        app.run([*words, "-v"])
+    for number, old in zip((signal.SIGTERM, signal.SIGHUP), handler, strict=True):
+        signal.signal(number, old)
+    out, err = capfd.readouterr()
+    assert "lab" in out and token not in out + err
+    for path in view.folder.path.rglob("*"):
+        assert path.name == "token" or not path.is_file() or token.encode() not in path.read_bytes()
+
+
+def test_launch_goes_on_only_when_it_is_told_to(world: World) -> None:
+    """One id at a time; and whatever was launched when its starter died does nothing."""
+    life, spec = world.life(), world.spec(nodes=3)
+    folder = life._create(spec, None)
+    order, plan = planning.plan(folder, spec)
+    for file in plan.files:
+        file.path.write_text(file.text)
+    launching = backends.load(world.site).launch(plan, order, life.host)
+    first = next(launching)
+    assert first.nodes[0] == "head" and Handle.from_json(json.loads(json.dumps(first.to_json()))) == first
+    launching.close()  # type: ignore[attr-defined]
+    del launching
+    until(lambda: not world.running(), "it ends by itself")
+    assert world.starts() == []
+
+
+def test_the_record_has_each_id_before_the_next(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved: list[int] = []
+    save = ClusterFolder.save
+
+    def noted(folder: ClusterFolder, record: Record) -> None:
+        save(folder, record)
+        saved.append(len(folder.record().handles))
+
+    monkeypatch.setattr(ClusterFolder, "save", noted)
+    view = world.life().up(world.spec(nodes=3))
+    count = len(view.record.handles)
+    assert saved[: count + 1] == list(range(count + 1))
+
+
+def test_one_question_for_all(world: World) -> None:
+    view = world.life().up(world.spec(nodes=3))
+    backend, host = backends.load(world.site), world.life().host
+    costs = []
+    for asked in (handles(view.record)[:1], handles(view.record), handles(view.record) * 20):
+        before = world.calls
+        seen = backend.observe(asked, host)
+        costs.append(world.calls - before)
+        assert {observation.state for observation in seen.values()} == {NodeState.ALLOCATED}
+        assert set(seen) == {handle.native_id for handle in asked}
+    assert len(set(costs)) == 1 and costs[0] <= 1
+
+
+def test_a_handle_that_nobody_knows_is_gone(world: World) -> None:
+    view = world.life().up(world.spec())
+    backend, host, stranger = backends.load(world.site), world.life().host, world.stranger()
+    seen = backend.observe([stranger, *handles(view.record)], host)
+    assert seen[stranger.native_id].state is NodeState.GONE
+    assert all(seen[handle.native_id].state is NodeState.ALLOCATED for handle in handles(view.record))
+
+
+def test_cancel_is_idempotent_and_ends_exactly_these(world: World) -> None:
+    view = world.life().up(world.spec(nodes=3))
+    backend, host = backends.load(world.site), world.life().host
+    rest, last = handles(view.record)[:-1], handles(view.record)[-1:]
+    backend.cancel([], host)
+    for _ in range(2):
+        backend.cancel(last, host)
+        seen = backend.observe([*rest, *last], host)
+        assert seen[last[0].native_id].state is NodeState.GONE
+        assert all(seen[handle.native_id].state is NodeState.ALLOCATED for handle in rest)
+
+
+def test_what_could_not_be_ended_is_an_error_and_stays_on_record(world: World) -> None:
+    life = world.life()
+    life.up(world.spec())
+    world.refuse_cancel()
+    with pytest.raises(HeliostatError) as caught:
+        life.down("lab")
+    assert caught.value.exit_code in (1, 3) and world.store.names() == ["lab"] and world.running()
+
+
+def test_one_that_does_not_listen_is_ended_at_once_when_told_so(world: World) -> None:
+    world.behave(w1="stubborn")
+    world.life().up(world.spec(nodes=2))
+    world.life().down("lab", now=True)
+    assert world.running() == [] and world.store.names() == []
+
+
+def test_the_way_to_a_node(world: World) -> None:
+    view = world.life().up(world.spec())
+    backend = backends.load(world.site)
+    assert backend.reach(handles(view.record)[0], world.life().host).forward("127.0.0.1", 1)
+
+
+# -- a good life
+
+
+def test_up_and_down(world: World) -> None:
+    moves: list[Event] = []
+    view = world.life(moves.append).up(world.spec(nodes=3))
+    assert ready(view, "head", "w1", "w2") and view.address == "127.0.0.2:6379" and view.record.ready
+    assert sorted(world.starts()) == ["head", "w1", "w2"]
+    assert {event.node for event in moves if event.text == "READY"} == {"head", "w1", "w2"}
+    past = world.life().down("lab")
+    assert (
+        world.running() == []
+        and world.store.names() == []
+        and states(past.record) == dict.fromkeys(("head", "w1", "w2"), "GONE")
+    )
+    assert past.folder.path.parent == world.store.ended and not past.folder.token.exists()
+    again = world.life().down("lab")
+    assert again.record.id == past.record.id, "a second time says what was"
+    lines = list(past.folder.events())
+    legal = {(line["from"], line["to"]) for line in lines if line["kind"] == "move"}
+    assert ("READY", "STOPPING") in legal and ("STOPPING", "GONE") in legal
+
+
+def test_up_again_changes_nothing(world: World) -> None:
+    first = world.life().up(world.spec(nodes=2)).record
+    second = world.life().up(world.spec(nodes=2)).record
+    assert (first.id, first.handles) == (second.id, second.handles) and sorted(world.starts()) == [
+        "head",
+        "w1",
+    ]
+
+
+def test_a_name_in_use_is_an_error_that_names_its_cluster(world: World) -> None:
+    world.life().up(world.spec(nodes=2))
+    for act in (
+        lambda: world.life().up(world.spec(nodes=3)),
+        lambda: world.life().up(world.spec(nodes=2), command={"argv": ["true"], "text": "true", "cwd": "/"}),
+    ):
+        with pytest.raises(HeliostatError, match="the name `lab` is in use") as caught:
+            act()
+        assert world.site in caught.value.because and "ready" in caught.value.because
+    assert sorted(world.starts()) == ["head", "w1"]
+
+
+def test_up_without_waiting(world: World) -> None:
+    world.behave(head="hold")
+    view = world.life().up(world.spec(nodes=2), wait=False)
+    assert view.state in (ClusterState.QUEUED, ClusterState.STARTING) and view.address is None
+    world.let_go("head")
+    until(lambda: ready(world.life().find("lab"), "head", "w1"), "it becomes ready by itself")
+
+
+def test_groups(world: World) -> None:
+    view = world.life().up(world.spec(groups={"a": {"nodes": 1}, "b": {"nodes": 2}}))
+    assert ready(view, "head", "a-1", "b-1", "b-2") and view.record.nodes["b-2"].group == "b"
+    with pytest.raises(UsageError, match="groups"):
+        world.life().scale("lab", 2)
+
+
+def test_enough_nodes_are_enough(world: World) -> None:
+    world.behave(w2="hold")
+    view = world.life().up(world.spec(nodes=3, min_nodes=2))
+    assert view.alive() >= 2 and view.state is ClusterState.STARTING
+
+
+def test_scale_up_and_down_and_up(world: World) -> None:
+    life = world.life()
+    life.up(world.spec(nodes=2))
+    assert ready(life.scale("lab", 3), "head", "w1", "w2", "w3")
+    assert ready(life.scale("lab", 1), "head", "w1") and len(world.running()) == 2
+    assert ready(life.scale("lab", 2), "head", "w1", "w2")
+    assert ready(life.scale("lab", 0), "head") and len(world.running()) == 1
+    assert ready(life.scale("lab", 1), "head", "w1")
+    assert ready(world.life().up(world.spec(nodes=2)), "head", "w1"), "its size is what it was scaled to"
+
+
+def test_a_name_that_comes_back_is_not_taken_for_the_one_that_left(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The head may have heard only that the first one was leaving, and remember it."""
+    monkeypatch.setattr(lifecycle, "UP_S", 60.0)
+    world.behave(w1="mute")
+    life = world.life()
+    life.up(world.spec(nodes=2))
+    for _ in range(3):
+        life.scale("lab", 0)
+        assert ready(life.scale("lab", 1), "head", "w1")
+
+
+def test_scale_a_cluster_that_is_not_up(world: World) -> None:
+    world.behave(head="hold")
+    world.life().up(world.spec(), wait=False)
+    with pytest.raises(HeliostatError, match="cannot be used"):
+        world.life().scale("lab", 2)
+
+
+def test_restart(world: World) -> None:
+    before = world.life().up(world.spec(nodes=2, labels={"a": "b"}))
+    token = before.folder.read_token()
+    after = world.life().restart("lab")
+    assert ready(after, "head", "w1") and after.record.id != before.record.id
+    assert after.folder.read_token() != token and after.record.spec == before.record.spec
+    assert len(world.running()) == 2 and len(world.store.past()) == 1
+
+
+def test_a_native_id_names_its_cluster(world: World) -> None:
+    native = world.life().up(world.spec()).record.handles[0]["native_id"]
+    assert world.life().find(native).record.name == "lab"
+    assert world.life().down(native).record.name == "lab"
+
+
+def test_an_ended_cluster_goes_to_the_history_when_somebody_looks(world: World) -> None:
+    view = world.life().up(world.spec())
+    backends.load(world.site).cancel(handles(view.record), world.life().host)
+    assert world.life().all() == [] and [record.name for record in world.store.past()] == ["lab"]
+
+
+# -- a node dies
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_before_it_has_an_id(world: World, number: int) -> None:
+    """The other party says no: what was launched before it is released, and the words are told."""
+    world.refuse_launch(number)
+    with pytest.raises(HeliostatError) as caught:
+        world.life().up(world.spec(nodes=3))
+    assert "Resource temporarily unavailable" in caught.value.because
+    assert world.running() == [] and world.store.names() == []
+    assert ready(world.life().up(world.spec(nodes=3)), "head", "w1", "w2"), "the name is free again"
+
+
+@pytest.mark.parametrize(
+    ("how", "words"), [("refuse", "no Ray in the environment of this test"), ("vanish", "")]
+)
+def test_the_head_before_it_is_ready(world: World, how: str, words: str) -> None:
+    world.behave(head=how)
+    with pytest.raises(HeliostatError, match="the cluster `lab` did not start") as caught:
+        world.life().up(world.spec(nodes=3))
+    assert caught.value.exit_code == 1 and caught.value.because and words in caught.value.because
+    place = caught.value.saw.removeprefix("log: ")
+    assert os.path.isdir(place), "the log is where the error says"
+    assert world.running() == [] and world.store.names() == []
+    (past,) = world.store.past()
+    assert past.nodes["head"].state is NodeState.FAILED and past.state() is ClusterState.FAILED
+
+
+@pytest.mark.parametrize(
+    ("how", "words"), [("refuse", "w1: no Ray in the environment of this test"), ("vanish", "w1: ")]
+)
+def test_a_worker_before_it_is_ready(world: World, how: str, words: str) -> None:
+    world.behave(w1=how)
+    with pytest.raises(PartlyDone) as caught:
+        world.life().up(world.spec(nodes=3))
+    assert (
+        caught.value.exit_code == 3
+        and words in caught.value.because
+        and "2 of the 3 nodes" in caught.value.what
+    )
+    view = world.life().find("lab")
+    assert view.state is ClusterState.PARTIAL and states(view.record)["w1"] == "FAILED" and view.address
+    world.behave()
+    assert ready(world.life().up(world.spec(nodes=3)), "head", "w1", "w2"), (
+        "the same command starts the missing one"
+    )
+    assert sorted(world.starts()) == ["head", "w1", "w1", "w2"] and len(world.running()) == 3
+
+
+def test_a_worker_of_a_run_before_it_is_ready(world: World) -> None:
+    world.behave(w1="refuse")
+    with pytest.raises(HeliostatError, match="so the command was not started") as caught:
+        world.life().up(world.spec(nodes=2), command={"argv": ["true"], "text": "true", "cwd": "/"})
+    assert not isinstance(caught.value, PartlyDone) and world.running() == [] and world.store.names() == []
+
+
+def test_a_worker_after_it_was_ready(world: World) -> None:
+    view = world.life().up(world.spec(nodes=3))
+    world.kill(view.record, "w1")
+    gone = until(
+        lambda: (v := world.life().find("lab")).record.nodes["w1"].state in TERMINAL and v, "somebody sees it"
+    )
+    assert (
+        gone.state is ClusterState.PARTIAL
+        and states(gone.record)["w1"] == "FAILED"
+        and gone.record.nodes["w1"].reason
+    )
+    assert ready(world.life().up(world.spec(nodes=3)), "head", "w1", "w2"), "`up` again starts it anew"
+    world.life().down("lab")
+    assert world.running() == []
+
+
+def test_a_worker_that_dies_again_and_again(world: World) -> None:
+    """Words of its earlier lives mean nothing for the next one."""
+    view = world.life().up(world.spec(nodes=2))
+    for _ in range(3):
+        world.kill(view.record, "w1")
+        until(lambda: world.life().find("lab").record.nodes["w1"].state in TERMINAL, "somebody sees it")
+        view = world.life().up(world.spec(nodes=2))
+        assert ready(view, "head", "w1")
+    assert len(view.record.handles) == 2, "no handle of the dead is kept"
+
+
+def test_the_head_after_it_was_ready(world: World) -> None:
+    first = world.life().up(world.spec(nodes=2))
+    world.kill(first.record, "head")
+    view = until(
+        lambda: (v := world.life().find("lab")).record.nodes["head"].state in TERMINAL and v,
+        "somebody sees it",
+    )
+    assert view.state is ClusterState.FAILED and view.address is None, "without a head there is no cluster"
+    with pytest.raises(HeliostatError, match="cannot be used"):
+        world.life().scale("lab", 3)
+    second = world.life().up(world.spec(nodes=2))
+    assert ready(second, "head", "w1") and second.record.id != first.record.id
+    assert len(world.running()) == 2, "what was left of the first is gone"
+
+
+def test_down_after_everything_died(world: World) -> None:
+    view = world.life().up(world.spec(nodes=2))
+    for node in ("head", "w1"):
+        world.kill(view.record, node)
+    past = world.life().down("lab")
+    assert past.record.is_over() and world.store.names() == []
+
+
+# -- slow, and twice
+
+
+def test_a_slow_one_is_waited_for_with_a_reason(world: World) -> None:
+    world.behave(w1="hold")
+    waits: list[str] = []
+
+    def hear(event: Event) -> None:
+        if event.kind == "progress":
+            waits.append(event.text)
+            if "w1 starting" in event.text:
+                world.let_go("w1")
+
+    assert ready(world.life(hear).up(world.spec(nodes=2)), "head", "w1")
+    assert any("1 of 2 nodes alive; w1 starting" in text for text in waits)
+
+
+def test_two_up_at_once(world: World) -> None:
+    results = at_once(*[lambda: world.life().up(world.spec(nodes=3))] * 4)
+    assert all(isinstance(result, View) and ready(result, "head", "w1", "w2") for result in results), results
+    assert len({result.record.id for result in results}) == 1
+    assert sorted(world.starts()) == ["head", "w1", "w2"] and len(world.running()) == 3
+
+
+def test_two_up_at_once_that_fail(world: World) -> None:
+    world.behave(head="refuse")
+    results = at_once(*[lambda: world.life().up(world.spec())] * 3)
+    assert all(isinstance(result, HeliostatError) for result in results), results
+    assert not any("cannot be read" in result.what for result in results)
+    until(lambda: not world.running() and not world.store.names(), "nothing is left")
+
+
+def test_two_down_at_once(world: World) -> None:
+    world.life().up(world.spec(nodes=3))
+    results = at_once(*[lambda: world.life().down("lab")] * 4)
+    assert all(isinstance(result, View) and result.record.is_over() for result in results), results
+    assert world.running() == [] and world.store.names() == [] and len(world.store.past()) == 1
+
+
+def test_up_and_down_at_once(world: World) -> None:
+    """Whoever wins: what is on record runs, what is not does not."""
+    world.life().up(world.spec(nodes=2))
+    up, down = at_once(lambda: world.life().up(world.spec(nodes=2)), lambda: world.life().down("lab"))
+    assert isinstance(up, (View, HeliostatError)) and isinstance(down, View), (up, down)
+    left = [view for view in world.life().all() if not view.record.is_over()]
+    assert len(world.running()) == sum(len(view.record.nodes) for view in left)
+
+
+def test_down_while_it_starts(world: World) -> None:
+    world.behave(head="hold")
+    life = world.life()
+    taken = threading.Event()
+
+    def hear(event: Event) -> None:
+        if event.kind == "progress" and not taken.is_set():
+            taken.set()
+            life.down("lab")
+
+    with pytest.raises(HeliostatError, match="was taken down while it was starting"):
+        world.life(hear).up(world.spec(nodes=2))
+    assert world.running() == [] and world.store.names() == []
+
+
+# -- whoever types dies, or changes their mind
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_command_is_killed_and_typed_again(world: World, home: Path, tmp_path: Path, stage: str) -> None:
+    killed = subprocess.run(
+        [sys.executable, "-m", "contract.worlds", world.site, str(home), str(tmp_path / "world"), stage],
+        env={**os.environ, "PYTHONPATH": str(TESTS)}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert world.store.names() == ["lab"], "the name is claimed"
+    first = world.store.open("lab").record()
+    assert len(first.handles) <= 1
+    until(lambda: len(world.running()) <= len(first.handles), "what is not on record ends by itself")
+    view = None
+    for _ in range(3):  # one that is on record and never began is seen to be gone; the next try starts it
+        try:
+            view = world.life().up(world.spec(nodes=3))
+            break
+        except HeliostatError:
+            continue
+    assert view and ready(view, "head", "w1", "w2") and len(world.running()) == 3
+
+
+def test_a_killed_command_can_be_taken_down(world: World, home: Path, tmp_path: Path) -> None:
+    for stage in STAGES:
+        subprocess.run(
+            [sys.executable, "-m", "contract.worlds", world.site, str(home), str(tmp_path / "world"), stage],
+            env={**os.environ, "PYTHONPATH": str(TESTS)}, capture_output=True, timeout=120,
+        )  # fmt: skip
+        assert world.life().down("lab").record.is_over() and world.store.names() == []
+        until(lambda: not world.running(), "what was not on record ends by itself")
+
+
+def interrupt_at(world: World, kind: str, times: int = 1) -> tuple[Lifecycle, list[str]]:
+    """Ctrl-C in the moment when this is told."""
+    told: list[str] = []
+
+    def hear(event: Event) -> None:
+        told.append(event.text)
+        if event.kind == kind and sum("Ctrl-C" not in text for text in told) <= times:
+            raise KeyboardInterrupt
+
+    return world.life(hear), told
+
+
+def test_ctrl_c_while_it_starts_releases_everything(world: World) -> None:
+    world.behave(w1="hold")
+
+    def hear(event: Event) -> None:
+        if event.kind == "progress" and "w1 starting" in event.text:
+            raise KeyboardInterrupt
+
+    with pytest.raises(Interrupted, match="interrupted; `lab` is released") as caught:
+        world.life(hear).up(world.spec(nodes=2))
+    assert caught.value.exit_code == 130 and world.running() == [] and world.store.names() == []
+    assert [record.reason for record in world.store.past()] == ["interrupted"]
+
+
+def test_ctrl_c_twice_releases_at_once(world: World) -> None:
+    world.behave(head="stubborn", w1="hold")
+    seen: list[str] = []
+
+    def hear(event: Event) -> None:
+        if event.kind == "progress" and "w1 starting" in event.text:
+            raise KeyboardInterrupt
+        if event.text.startswith("stopping"):
+            seen.append(event.text)
+            if len(seen) == 1:
+                raise KeyboardInterrupt
+
+    with pytest.raises(Interrupted):
+        world.life(hear).up(world.spec(nodes=2))
+    assert len(seen) == 2 and world.running() == [] and world.store.names() == []
+
+
+def test_ctrl_c_of_one_who_only_joined_in_leaves_it_to_the_other(world: World) -> None:
+    world.behave(w1="hold")
+    world.life().up(world.spec(nodes=2), wait=False)
+
+    def hear(event: Event) -> None:
+        if event.kind == "progress":
+            raise KeyboardInterrupt
+
+    with pytest.raises(Interrupted) as caught:
+        world.life(hear).up(world.spec(nodes=2))
+    assert caught.value.because == "it goes on starting" and caught.value.hint == "heliostat down lab"
+    world.let_go("w1")
+    until(lambda: ready(world.life().find("lab"), "head", "w1"), "it becomes ready")
+
+
+# -- records
+
+
+def test_nobody_by_that_name(world: World) -> None:
+    for act in (
+        world.life().find,
+        world.life().down,
+        world.life().restart,
+        lambda name: world.life().scale(name, 1),
+    ):
+        with pytest.raises(NotFoundError):
+            act("nosuch")
+
+
+def test_two_clusters_know_nothing_of_each_other(world: World) -> None:
+    life = world.life()
+    life.up(world.spec(nodes=2))
+    life.up(world.spec(name="other", nodes=2))
+    life.down("lab")
+    assert [view.record.name for view in life.all()] == ["other"] and ready(life.find("other"), "head", "w1")
+    assert len(world.running()) == 2

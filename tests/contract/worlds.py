@@ -1,0 +1,192 @@
+"""One world a site: the other party, faked, and what the suite may do to it. A new backend adds one class here.
+
+The fakes keep state: what was launched is there until it is ended, and dies when it is killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+from heliostat import planning
+from heliostat.agent import processes
+from heliostat.backends.base import Handle
+from heliostat.errors import HeliostatError
+from heliostat.events import Event
+from heliostat.lifecycle import Lifecycle
+from heliostat.spec import ClusterSpec
+from heliostat.store import ClusterFolder, Record, Store
+from heliostat.transport import Completed, Local, Spawned
+
+STUB = Path(__file__).parent / "stub_agent.py"
+PATIENCE_S = 60.0
+
+
+def until(true: Callable[[], Any], what: str) -> Any:
+    deadline = time.monotonic() + PATIENCE_S
+    while not (found := true()):
+        assert time.monotonic() < deadline, f"never: {what}"
+        time.sleep(0.02)
+    return found
+
+
+class World(Protocol):
+    """What the suite asks of a site's world."""
+
+    site: ClassVar[str]
+    store: Store
+    calls: int  # programs that were run on the other party's side, or by it
+
+    def __init__(self, home: Path, folder: Path) -> None: ...
+
+    def spec(self, **values: Any) -> ClusterSpec:
+        """A cluster `lab` on this site."""
+        ...
+
+    def life(self, emit: Callable[[Event], None] = ...) -> Lifecycle: ...
+
+    def behave(self, **nodes: str) -> None:
+        """node -> a word of stub_agent.py, for those that start from now on."""
+        ...
+
+    def let_go(self, node: str) -> None:
+        """One that is held becomes ready."""
+        ...
+
+    def kill(self, record: Record, node: str) -> None:
+        """The machine burns: no last words."""
+        ...
+
+    def refuse_launch(self, number: int) -> None:
+        """The other party says no to the launch with this number (1 is the next one)."""
+        ...
+
+    def refuse_cancel(self) -> None:
+        """Whatever is told to end from now on stays."""
+        ...
+
+    def stranger(self) -> Handle:
+        """A handle as this site makes them, of something that nobody knows."""
+        ...
+
+    def starts(self) -> list[str]:
+        """The nodes that began their work, in order."""
+        ...
+
+    def running(self) -> list[str]:
+        """What is there of ours now, with the other party. Empty: nothing is left."""
+        ...
+
+
+class Counting(Local):
+    """This computer; remembers what was run, and does not always obey."""
+
+    def __init__(self, world: LocalWorld) -> None:
+        self.world = world
+
+    def run(self, argv: Sequence[str], *, input: bytes = b"", timeout: float) -> Completed:
+        self.world.calls += 1
+        if self.world.no_cancel and argv[-1] == "stop":
+            return Completed(tuple(argv), 1, json.dumps({"ok": False, "left": [4711]}), "")
+        return super().run(argv, input=input, timeout=timeout)
+
+    def spawn(self, argv: Sequence[str], **options: Any) -> Spawned:
+        self.world.launched += 1
+        if self.world.launched == self.world.no_launch:
+            raise HeliostatError(f"could not start `{argv[0]}`", because="Resource temporarily unavailable")
+        return super().spawn(argv, **options)
+
+
+class LocalWorld:
+    """This computer, with the stub in the place of the agent."""
+
+    site: ClassVar[str] = "local"
+
+    def __init__(self, home: Path, folder: Path) -> None:
+        self.store, self.folder = Store(home), folder
+        self.calls = self.launched = self.no_launch = 0
+        self.no_cancel = False
+        os.environ["CONTRACT_WORLD"] = str(folder)
+        planning.agent_archive = STUB.read_bytes
+
+    def spec(self, **values: Any) -> ClusterSpec:
+        return ClusterSpec.model_validate({"name": "lab", "on": self.site, **values})
+
+    def life(self, emit: Callable[[Event], None] = lambda event: None) -> Lifecycle:
+        return Lifecycle(self.store, emit, Counting(self))
+
+    def behave(self, **nodes: str) -> None:
+        (self.folder / "behaviour.json").write_text(json.dumps(nodes))
+
+    def let_go(self, node: str) -> None:
+        (self.folder / f"go-{node}").touch()
+
+    def kill(self, record: Record, node: str) -> None:
+        pid = next(h["detail"]["pid"] for h in record.handles if h["nodes"] == [node])
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: processes.start_time(pid) is None, f"{node} is dead")
+
+    def refuse_launch(self, number: int) -> None:
+        self.no_launch = self.launched + number
+
+    def refuse_cancel(self) -> None:
+        self.no_cancel = True
+
+    def stranger(self) -> Handle:
+        detail = {"pid": 2**22 + 1, "start": "1", "mark": "nobody", "folder": str(self.folder)}
+        return Handle("4194305.1", ("head",), detail)
+
+    def starts(self) -> list[str]:
+        path = self.folder / "starts"
+        return path.read_text().split() if path.exists() else []
+
+    def running(self) -> list[str]:
+        needle = os.fsencode(f"CONTRACT_WORLD={self.folder}") + b"\0"
+        found = []
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            try:
+                environ, words = path.read_bytes(), (path.parent / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if needle in environ and words.rstrip(b"\0").endswith((b"script.sh", b"node")):
+                found.append(f"{path.parent.name}: {words.decode()}")
+        return found
+
+
+WORLDS: dict[str, type[World]] = {world.site: world for world in (LocalWorld,)}
+
+
+def die(stage: str) -> None:
+    """From now on this process is killed -9 in the middle of an `up`."""
+    save = ClusterFolder.save
+
+    def dying_save(folder: ClusterFolder, record: Record) -> None:
+        if stage == "before the id is on record" and record.handles:
+            os.kill(os.getpid(), signal.SIGKILL)
+        save(folder, record)
+        if stage == "after the first id" and record.handles:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def dying_launch(life: Lifecycle, folder: ClusterFolder) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if stage == "before anything is launched":
+        Lifecycle._launch_missing = dying_launch  # type: ignore[method-assign]
+    else:
+        ClusterFolder.save = dying_save  # type: ignore[method-assign]
+
+
+STAGES = ("before anything is launched", "before the id is on record", "after the first id")
+
+if (
+    __name__ == "__main__"
+):  # site, home, the world's folder, stage: an `up` of three nodes that does not get far
+    made = WORLDS[sys.argv[1]](Path(sys.argv[2]), Path(sys.argv[3]))
+    die(sys.argv[4])
+    made.life().up(made.spec(nodes=3))
