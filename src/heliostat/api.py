@@ -105,7 +105,9 @@ class Cluster:
         return report.status(self._life, self.name)
 
     def scale(self, workers: int) -> None:
-        self._life.scale(self.name, workers)
+        from heliostat import growth
+
+        growth.scale(self._life, self.name, workers)
 
     def submit(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -41,11 +42,13 @@ def load(
     flags: Mapping[str, Any] | None = None,
     spelled: Mapping[str, str] | None = None,
     look_in: Path | None = None,
+    base: Mapping[str, Any] | None = None,
 ) -> Config:
     """`sites`: the names whose tables the file may hold. `flags`: dotted key -> value; None means not given.
-    `spelled`: dotted key -> its flag, where that has another name. `file` None: `heliostat.yaml` of the folder `look_in`, where there is one."""
-    values: dict[str, Any] = {}
-    origins: dict[str, str] = {}
+    `spelled`: dotted key -> its flag, where that has another name. `file` None: `heliostat.yaml` of the folder `look_in`, where
+    there is one. `base`: what counts where nothing is said."""
+    values: dict[str, Any] = copy.deepcopy(dict(base or {}))
+    origins: dict[str, str] = dict.fromkeys(values, "the cluster")
     if file is None and look_in is not None and (look_in / FILE).is_file():
         file = look_in / FILE
     if file is not None:

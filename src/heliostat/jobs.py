@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from heliostat import backends
-from heliostat.errors import DiskError, HeliostatError, NotFoundError
+from heliostat.errors import DiskError, HeliostatError, Interrupted, NotFoundError
 from heliostat.events import Event
 from heliostat.lifecycle import Lifecycle, View
 from heliostat.rayapi import NoAnswer, RayApi
 from heliostat.report import run_job
 from heliostat.script import quote
-from heliostat.store import ClusterFolder, write_atomic
+from heliostat.store import ClusterFolder
 
 if TYPE_CHECKING:
     from heliostat.spec import ClusterSpec
@@ -138,7 +138,7 @@ class Jobs:
         if view.run and job_id == view.run["id"]:
             if view.run.get("exit_code") is not None:
                 return False
-            write_atomic(view.folder.path / "stop-run", "")
+            view.folder.ask({"do": "stop-job", "job": job_id})
             return True
         return self.life.api(view).stop(job_id)
 
@@ -173,9 +173,9 @@ class Jobs:
             self.life.give_up(view.folder, "nobody reads its output any more")
             raise
 
-    def follow(self, folder: ClusterFolder, write: Callable[[str, bytes], None]) -> int:
-        """The output of the command as it comes (stream name, bytes), to its end; then its exit code."""
-        return self._follow(folder, Tail(self.life.host, folder, write))
+    def follow(self, folder: ClusterFolder, write: Callable[[str, bytes], None], job_id: str = "run") -> int:
+        """The output of a command as it comes (stream name, bytes), to its end; then its exit code."""
+        return self._follow(folder, Tail(self.life.host, folder, write, job_id))
 
     def _tell_who_ended_it(self, folder: ClusterFolder) -> None:
         """A command that was ended (by the time limit, by `stop`) did not just fail: say so."""
@@ -187,7 +187,7 @@ class Jobs:
     def _follow(self, folder: ClusterFolder, tail: Tail) -> int:
         pause, looked = 0.02, 0.0
         while True:
-            code = (folder.state().get("job") or {}).get("exit_code")
+            code = _job(folder.state(), tail.job_id).get("exit_code")
             pause = 0.02 if tail.drain() else min(0.1, pause * 1.5)
             if code is not None:
                 return int(code)
@@ -199,7 +199,8 @@ class Jobs:
                     folder = self.life.store.last_past(folder.name) or folder
                     tail.paths = tail.places(folder)
                     view = View(folder, folder.record(), folder.state())
-                if view.record.is_over() and (folder.state().get("job") or {}).get("exit_code") is None:
+                over = view.record.is_over() or view.headless
+                if over and _job(folder.state(), tail.job_id).get("exit_code") is None:
                     tail.drain()
                     raise HeliostatError(
                         f"the cluster `{view.record.name}` ended before its command did",
@@ -208,17 +209,59 @@ class Jobs:
                     )
             time.sleep(pause)
 
+    # -- nodes that join, with a command of their own or without
+
+    def join(
+        self,
+        name: str,
+        spec: ClusterSpec,
+        command: dict[str, Any] | None,
+        write: Callable[[str, bytes], None],
+        *,
+        wait: bool = True,
+    ) -> tuple[str, int]:
+        """Adds nodes to a running cluster: (the join's id, the exit code of its command, or 0)."""
+        from heliostat import growth
+
+        view, guest = growth.join(self.life, name, spec, command)
+        if not wait:
+            return guest, 0
+        tail = Tail(self.life.host, view.folder, write, guest)
+        try:
+            growth.settle_join(self.life, view.folder, guest)
+            if command is None:
+                return guest, 0
+            code = self._follow(view.folder, tail)
+            status = "SUCCEEDED" if code == 0 else "FAILED"
+            self._remember(name, {"id": guest, "status": status, "exit_code": code, "seconds": None})
+            growth.wait_gone(self.life, view.folder, guest)
+            return guest, code
+        except KeyboardInterrupt:
+            self.life.emit(Event("note", f"interrupted: the nodes of `{guest}` leave"))
+            growth.leave(self.life, view.folder, guest)
+            tail.drain()
+            raise Interrupted(f"interrupted; the nodes of `{guest}` have left `{name}`") from None
+
+
+def _job(state: dict[str, Any], job_id: str) -> dict[str, Any]:
+    """What the head says of a command: the cluster's own, or one that came with a join."""
+    if job_id == "run":
+        return state.get("job") or {}
+    return ((state.get("nodes") or {}).get(f"{job_id}-1") or {}).get("job") or {}
+
 
 class Tail:
-    """The two streams of a `run` command, from their beginning."""
+    """The two streams of a command, from their beginning."""
 
-    def __init__(self, host: Transport, folder: ClusterFolder, write: Callable[[str, bytes], None]) -> None:
-        self.host, self.write, self.paths = host, write, self.places(folder)
+    def __init__(
+        self, host: Transport, folder: ClusterFolder, write: Callable[[str, bytes], None], job_id: str = "run"
+    ) -> None:
+        self.host, self.write, self.job_id = host, write, job_id
+        self.paths = self.places(folder)
         self.read = dict.fromkeys(self.paths, 0)
 
-    @staticmethod
-    def places(folder: ClusterFolder) -> dict[str, Path]:
-        return {"out": folder.logs / "run.out", "err": folder.logs / "run.err"}
+    def places(self, folder: ClusterFolder) -> dict[str, Path]:
+        return {stream: folder.logs / f"{self.job_id}.{stream}" for stream in ("out", "err")}
 
     def drain(self) -> bool:
         """Writes what has come since the last time; whether there was any."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from heliostat import backends
-from heliostat.backends.base import Handle, Observation
+from heliostat.backends.base import Handle, Observation, Order, Plan
 from heliostat.errors import (
     DeadlineError,
     DiskError,
@@ -71,12 +71,17 @@ class View:
 
 
 def judge(
-    node: NodeRecord, seen: Observation, live: dict[str, Any], words: dict[str, Any], wanted: bool
+    node: NodeRecord,
+    seen: Observation,
+    live: dict[str, Any],
+    words: dict[str, Any],
+    wanted: bool,
+    alone: bool = True,
 ) -> tuple[N, str, float]:
     """A node's state from all that is known: (state, reason, since).
 
     seen: what the site says of its handle. live: what the head's agent says of it. words: the last that its own agent
-    wrote. wanted: nobody has asked for its end.
+    wrote. wanted: nobody has asked for its end. alone: its handle is of no other node, so that its end is the handle's.
     """
     live, words = (said if int(said.get("launch") or 0) == node.launch else {} for said in (live, words))
     said = N.__members__.get(str(words.get("state")))
@@ -95,7 +100,7 @@ def judge(
     told = words if N.__members__.get(str(live.get("state"))) in (None, *TERMINAL) else live
     state = N.__members__.get(str(told.get("state")), N.ALLOCATED)
     since, reason = float(told.get("since") or time.time()), str(told.get("reason", ""))
-    if state in TERMINAL:  # it said its last word, and is cleaning up
+    if state in TERMINAL and alone:  # it said its last word, and is cleaning up
         return N.STOPPING, reason, since
     return state, reason, since
 
@@ -130,6 +135,7 @@ class Lifecycle:
             move = self._judge_one(folder, record, node, seen, live)
             if move:
                 moves.append(move)
+        self._forget_guests(record)
         over = bool(moves) and record.is_over()
         if record.ready is None and record.state() is ClusterState.READY:
             record.ready = time.time()
@@ -159,7 +165,8 @@ class Lifecycle:
         )  # a head that is gone knows nothing any more
         told = table.get(node.name) or {}
         words = folder.last_words(node.name)
-        state, reason, since = judge(node, observation, told, words, wanted)
+        alone = not any(h["native_id"] == node.handle and len(h["nodes"]) > 1 for h in record.handles)
+        state, reason, since = judge(node, observation, told, words, wanted, alone)
         if state is N.FAILED and not words:  # what failed came before our agent
             reason = self._last_line(folder.logs / node.name / "agent.log") or reason
         if state is N.ALLOCATED and node.state not in (N.REQUESTED, N.QUEUED, N.UNKNOWN):
@@ -181,6 +188,11 @@ class Lifecycle:
         node.state, node.reason, node.since = state, reason, since
         return move
 
+    def _forget_guests(self, record: Record) -> None:
+        """Nodes that joined for a while and have left in order are not missed."""
+        for name in [n.name for n in record.nodes.values() if n.guest and n.state is N.GONE]:
+            del record.nodes[name]
+
     def _last_line(self, log: Path) -> str:
         """The last that was said in a log, but for our own answers."""
         lines = self.host.read(log).decode("utf-8", "replace").splitlines()
@@ -192,8 +204,11 @@ class Lifecycle:
                 fresh = folder.record()
                 for move in moves:
                     if fresh.nodes.get(move["node"]) and fresh.nodes[move["node"]].state == move["from"]:
-                        fresh.nodes[move["node"]] = record.nodes[move["node"]]
                         folder.append(move)
+                        if move["node"] in record.nodes:
+                            fresh.nodes[move["node"]] = record.nodes[move["node"]]
+                        else:
+                            del fresh.nodes[move["node"]]
                 fresh.ready, fresh.ended = record.ready, record.ended
                 fresh.reason, fresh.exit_code = record.reason, record.exit_code
                 folder.save(fresh)
@@ -246,7 +261,7 @@ class Lifecycle:
         if backends.load(spec.on).shares_files:
             environment.prepare(spec, self.host, self.emit)
         # whatever cannot be done is said before anything is
-        planning.plan(ClusterFolder(self.store.clusters / name), spec, command=command)
+        planning.plan(ClusterFolder(self.store.clusters / name), spec, command=command, host=self.host)
         mine = False
         while True:
             folder = self.store.find(name)
@@ -271,8 +286,8 @@ class Lifecycle:
             self._check_same(view, spec, command)
             break
         try:
-            self._launch_missing(folder)
-            return self._settle(folder) if wait else self.look(folder)
+            self.launch_missing(folder)
+            return self.settle(folder) if wait else self.look(folder)
         except KeyboardInterrupt:
             if mine:
                 self.interrupted(folder, last_look)
@@ -345,7 +360,7 @@ class Lifecycle:
             files["token"] = secrets.token_hex(32)
         return self.store.create(record, files)
 
-    def _launch_missing(self, folder: ClusterFolder) -> None:
+    def launch_missing(self, folder: ClusterFolder) -> None:
         """Starts the nodes that the record has and nobody has started, or that have ended, while the head lives."""
         from heliostat import planning
 
@@ -358,7 +373,9 @@ class Lifecycle:
                 return
             spec = planning.spec_of(record)
             record.launches += 1
-            order, plan = planning.plan(folder, spec, missing, record.id, record.command, record.launches)
+            order, plan = planning.plan(
+                folder, spec, missing, record.id, record.command, record.launches, self.host
+            )
             again = {m.name for m in missing if record.nodes[m.name].state in TERMINAL}
             old = [h for h in record.handles if set(h["nodes"]) <= again]
             # what an earlier life may have left must not meet the next one
@@ -373,15 +390,19 @@ class Lifecycle:
                     member.name, member.role, member.group, since=time.time(), launch=record.launches
                 )
                 (folder.path / "nodes" / f"{member.name}.json").unlink(missing_ok=True)
-            for file in plan.files:
-                write_atomic(file.path, file.text, file.mode)
-            for handle in backends.load(record.site).launch(plan, order, self.host):
-                record.handles.append(handle.to_json())
-                for node in handle.nodes:
-                    record.nodes[node].handle = handle.native_id
-                folder.save(record)
+            self.launch(folder, record, order, plan)
 
-    def _settle(self, folder: ClusterFolder) -> View:
+    def launch(self, folder: ClusterFolder, record: Record, order: Order, plan: Plan) -> None:
+        """Writes the plan's files and starts its steps; each handle is on record the moment it exists. Under the lock."""
+        for file in plan.files:
+            write_atomic(file.path, file.text, file.mode)
+        for handle in backends.load(record.site).launch(plan, order, self.host):
+            record.handles.append(handle.to_json())
+            for node in handle.nodes:
+                record.nodes[node].handle = handle.native_id
+            folder.save(record)
+
+    def settle(self, folder: ClusterFolder) -> View:
         """Until the cluster is what was asked for. Raises with the reason when it cannot become that any more."""
         from heliostat import planning
 
@@ -402,7 +423,7 @@ class Lifecycle:
                     because=record.reason,
                     hint="heliostat ls --all",
                 )
-            need = need or (planning.spec_of(record).min_nodes or len(record.nodes))
+            need = need or (planning.spec_of(record).min_nodes or len(planning.members_of(record)))
             head = next(node for node in record.nodes.values() if node.role == "head")
             if view.run and view.run.get("started"):
                 return view  # a short command may have come and gone between two looks
@@ -551,7 +572,7 @@ class Lifecycle:
             record.target, record.reason = "down", record.reason or reason
             told = (N.STOPPING, *TERMINAL)
             asked = [n for n in record.nodes.values() if n.handle is not None and n.state not in told]
-            return record, [_move(node, N.STOPPING, reason) for node in asked]
+            return record, [make_move(node, N.STOPPING, reason) for node in asked]
 
         try:
             with folder.lock():
@@ -602,58 +623,7 @@ class Lifecycle:
         self.down(name)
         return self.up(spec)
 
-    def scale(self, name: str, workers: int) -> View:
-        """So many worker nodes, now. New ones join; of the old ones the last go, after their work is drained."""
-        from heliostat import planning
-        from heliostat.spec import worker_members
-
-        view = self.find(name)
-        self._must_be_up(view)
-        folder, spec = view.folder, planning.spec_of(view.record)
-        if spec.groups:
-            raise UsageError(
-                f"`{name}` has groups of nodes", because="say which group in the file, and `up` again"
-            )
-        wanted = {m.name for m in worker_members(spec, workers)}
-        with folder.lock():
-            record = folder.record()
-            leaving = [
-                n
-                for n in record.nodes.values()
-                if n.role == "worker" and n.name not in wanted and n.state not in TERMINAL
-            ]
-            for node in leaving:
-                folder.append(_move(node, N.STOPPING, "scaled down"))
-            for extra in [
-                n
-                for n, node in record.nodes.items()
-                if node.role == "worker" and n not in wanted and node.state in TERMINAL
-            ]:
-                del record.nodes[extra]
-            for member in worker_members(spec, workers):
-                if member.name not in record.nodes:
-                    record.nodes[member.name] = NodeRecord(member.name, member.role, since=time.time())
-            record.spec = {**record.spec, "nodes": workers + 1}
-            if (record.spec.get("min_nodes") or 0) > workers + 1:
-                record.spec["min_nodes"] = workers + 1
-            folder.append({"at": time.time(), "kind": "note", "text": f"scaled to {workers} workers"})
-            folder.save(record)
-        handles = [Handle.from_json(h) for h in record.handles if set(h["nodes"]) & {n.name for n in leaving}]
-        if handles:
-            self.emit(Event("note", f"draining {count(len(leaving), 'node')}"))
-            backends.load(record.site).cancel(handles, self.host)
-            self.look(folder)
-            with folder.lock():
-                record = folder.record()
-                for node in leaving:
-                    record.nodes.pop(node.name, None)
-                gone = {h.native_id for h in handles}
-                record.handles = [h for h in record.handles if h["native_id"] not in gone]
-                folder.save(record)
-        self._launch_missing(folder)
-        return self._settle(folder)
-
-    def _must_be_up(self, view: View) -> None:
+    def must_be_up(self, view: View) -> None:
         if view.address is None or view.record.is_over():
             because = view.record.reason or "; ".join(
                 n.reason for n in view.record.nodes.values() if n.reason
@@ -670,7 +640,7 @@ class Lifecycle:
         """Ray's dashboard and Jobs API of this cluster."""
         from heliostat.rayapi import RayApi  # HTTP costs `ls` more than all else it does
 
-        self._must_be_up(view)
+        self.must_be_up(view)
         connection = view.folder.connection() or {}
         host, port = self._reach(view).forward("127.0.0.1", int(connection["dashboard_port"]))
         token = view.folder.read_token()
@@ -690,7 +660,7 @@ class Lifecycle:
         return backends.load(view.record.site).reach(handle, self.host) if handle else self.host
 
 
-def _move(node: NodeRecord, state: NodeState, reason: str) -> dict[str, Any]:
+def make_move(node: NodeRecord, state: NodeState, reason: str) -> dict[str, Any]:
     """One legal move; its line for the events. The caller holds the lock and saves the record."""
     check_move(node.state, state)
     now, old = time.time(), node.state

@@ -21,6 +21,7 @@ from heliostat import backends, config
 from heliostat.backends.base import Order, Plan
 from heliostat.spec import ClusterSpec, Member, members
 from heliostat.store import ClusterFolder, Record
+from heliostat.transport import Transport
 from heliostat.units import parse_window
 
 
@@ -31,16 +32,20 @@ def plan(
     mark: str = "0" * 16,
     command: dict[str, Any] | None = None,
     launch: int = 1,
+    host: Transport | None = None,
 ) -> tuple[Order, Plan]:
-    """What the site would write and run to start these nodes (None: all of them). Does nothing."""
+    """What the site would write and run to start these nodes (None: all of them). Does nothing; on `host` it may look
+    at what the site has."""
     backend = backends.load(spec.on)
+    options = site_options(spec)
     order = Order(
         spec=spec,
-        options=site_options(spec),
+        options=options,
         members=members(spec) if nodes is None else nodes,
         folder=folder.path,
         agent=folder.agent,
         config={**agent_config(folder, spec, mark, command), "launch": launch},
+        facts=backend.survey(options, host) if host is not None else {},
     )
     return order, backend.plan(order)
 

@@ -6,6 +6,7 @@ Python in the agent, never bash in a string.
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -25,6 +26,15 @@ def quote(words: Sequence[str]) -> str:
 def export(variables: Mapping[str, object]) -> str:
     """`export` lines for `eval`."""
     return "".join(f"export {name}={shlex.quote(str(value))}\n" for name, value in variables.items())
+
+
+def directive(word: str) -> str:
+    """One option as a scheduler's directive line takes it: quoted only where it must be. Schedulers know \" and \\."""
+    if not re.search(r"[\s\"'\\#]", word):
+        return word
+    name, sign, value = word.partition("=")
+    inner = value.replace("\\", "\\\\").replace('"', '\\"')
+    return f'{name}{sign}"{inner}"'
 
 
 def split(text: str) -> list[str]:
@@ -57,6 +67,7 @@ class BatchScript:
     comment: str = ""
     venv: str | None = None
     conda: str | None = None
+    stdin: str | None = None
 
     def render(self) -> str:
         lines = ["#!/bin/bash", *self.directives]
@@ -69,6 +80,8 @@ class BatchScript:
             # a batch shell has no `conda activate` until its hook has run
             first.append('eval "$(conda shell.bash hook)" || exit 1')
             first.append(f"conda activate {quote([self.conda])} || exit 1")
+        if self.stdin:
+            return "\n".join([*lines, *first, f"exec {quote(self.command)} < {quote([self.stdin])}"]) + "\n"
         if not first:
             return "\n".join([*lines, f"exec {quote(self.command)}"]) + "\n"
         # what comes on standard input is the agent's: a set-up line that reads must not swallow it

@@ -40,6 +40,7 @@ class NodeRecord:
     since: float = 0.0
     handle: str | None = None  # the native id that it came with
     launch: int = 0  # which of the cluster's launches it came with; words of an earlier life mean nothing
+    guest: str | None = None  # the `join` that it came with: it leaves without being missed
 
 
 @dataclass
@@ -57,6 +58,7 @@ class Record:
     handles: list[dict[str, Any]] = field(default_factory=list)
     launches: int = 0  # never counts back: the name of a node that left may come back
     jobs: list[dict[str, Any]] = field(default_factory=list)
+    joins: int = 0  # how many there have been
     command: dict[str, Any] | None = None
     ready: float | None = None  # when it was whole for the first time
     ended: float | None = None
@@ -168,6 +170,12 @@ class ClusterFolder:
             return self.token.read_text().strip()
         except OSError:
             return None
+
+    def ask(self, request: dict[str, Any]) -> None:
+        """Leaves a request for the head's agent, which looks once a second."""
+        folder = self.path / "requests"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        write_atomic(folder / f"{time.time_ns()}-{secrets.token_hex(4)}.json", json.dumps(request))
 
     # events: appended under the cluster's lock, one writer at a time
 

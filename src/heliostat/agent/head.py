@@ -6,17 +6,29 @@ import asyncio
 import datetime
 import json
 import os
-import signal
 import sys
 import time
 from typing import Any, Dict, Optional
 
-from . import files, hub, ports, processes
+from . import files, hub, ports
+from .command import Command
 from .idle import IdleClock, activity
-from .node import Json, Node
+from .node import Json, Node, mine
 from .raynode import client_environment, join
 
 WARN_S = 15 * 60
+# never the head: Ray would end it while its GCS lives on
+DRAIN = """
+import json, sys
+from ray._raylet import GcsClient
+from ray.core.generated import autoscaler_pb2
+ask = json.load(sys.stdin)
+client = GcsClient(address=ask["address"])
+for node in client.get_all_node_info(timeout=10).values():
+    if node.state == 0 and not node.is_head_node:
+        reason = autoscaler_pb2.DRAIN_NODE_REASON_PREEMPTION
+        print(client.drain_node(node.node_id.hex(), reason, ask["reason"], ask["deadline_ms"]))
+"""
 
 
 class Head(Node):
@@ -24,19 +36,14 @@ class Head(Node):
         super().__init__(config, temp)
         self.hub: Optional[hub.Hub] = None
         self.nodes: Dict[str, Json] = {}
-        self.job: Optional[Json] = None
-        self.job_process: Optional[asyncio.subprocess.Process] = None
+        self.work = Command(config, temp, self.flush) if mine(config) else None
         self.enough = asyncio.Event()
         self.started = self.looked = time.time()
         self.began = time.monotonic()
         self.ended: Optional[Json] = None
         self.idle = IdleClock(config.get("idle") or {}, self._path("keepalive"))
-        self.events: Any = None
+        self.winding_down = False
         self._flush_due = False
-        command = config.get("command")
-        if command:
-            self.job = {"id": "run", "status": "PENDING", "entrypoint": command["text"], "started": None, "ended": None,
-                        "exit_code": None}  # fmt: skip
 
     def _path(self, name: str) -> str:
         return os.path.join(self.folder, name)
@@ -49,11 +56,21 @@ class Head(Node):
     def learn(self, node: str, status: Json) -> None:
         old = self.nodes.get(node, {})
         self.nodes[node] = status
-        if (old.get("state"), old.get("reason")) != (status.get("state"), status.get("reason")):
+        if any(old.get(key) != status.get(key) for key in ("state", "reason", "job")):
             self.note({"node": node, "state": status.get("state"), "reason": status.get("reason")})
             self.flush_soon()
         if sum(n.get("state") == "READY" for n in self.nodes.values()) >= self.config["min_nodes"]:
             self.enough.set()
+
+    def heard(self, node: str, message: Json) -> Json:
+        """A worker speaks; the answer tells it that we live, and whether the nodes that it waits for are there."""
+        awaited = message.pop("await", None)
+        for name in message.pop("release", ()):
+            self.hub.tell({"do": "leave", "reason": "its job ends"}, name)  # type: ignore[union-attr]
+        self.learn(node, message)
+        if not awaited:
+            return {}
+        return {"there": all(self.nodes.get(name, {}).get("state") == "READY" for name in awaited)}
 
     def lost(self, node: str) -> None:
         status = self.nodes.get(node, {})
@@ -76,7 +93,8 @@ class Head(Node):
 
     def flush(self) -> None:
         self._flush_due = False
-        state = {"schema": 1, "nodes": self.nodes, "job": self.job, "started": self.started}
+        job = self.work.job if self.work else None
+        state = {"schema": 1, "nodes": self.nodes, "job": job, "started": self.started}
         try:
             files.write_json(self._path("state.json"), {**state, "ended": self.ended})
         except OSError:
@@ -100,9 +118,9 @@ class Head(Node):
     async def prepare(self, block: ports.Block) -> None:
         if self.hub:
             await self.hub.close(0)
-        self.hub = hub.Hub(self.secret, self.learn, self.lost, self.silent_s)
+        self.hub = hub.Hub(self.secret, self.heard, self.lost, self.silent_s, block.ports["dashboard"])
         await self.hub.start(self.ip, block.ports["hub"])
-        place = {"ip": self.ip, "gcs": block.ports["gcs"], "hub": block.ports["hub"]}
+        place = {"id": self.config["id"], "ip": self.ip, "gcs": block.ports["gcs"], "hub": block.ports["hub"]}
         files.write_json(self._path("head.json"), place)
 
     def publish(self) -> None:
@@ -139,7 +157,7 @@ class Head(Node):
         self.publish()
         self.idle.note(True)  # until now there was nothing that anybody could have used
         work = [self.ray.ended.wait(), self.clocks()]
-        if self.job:
+        if self.work:
             work.append(self.command())
         tasks = [asyncio.ensure_future(coroutine) for coroutine in work]
         gather = asyncio.ensure_future(asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED))
@@ -158,23 +176,38 @@ class Head(Node):
                 if left <= WARN_S and not warned:
                     warned = True
                     self.note({"event": "the time limit is %d s away" % left})
-                if left <= grace:
+                if left <= grace and self.config.get("own_clock", True):
                     return self.stop("the time limit of %d s is reached" % limit)
             if time.monotonic() - looked >= self.idle.every_s:
                 looked = time.monotonic()
                 await self.look_for_activity()
                 if self.idle.is_over():
                     return self.stop("idle for %d s" % self.idle.seconds())
-            if os.path.exists(self._path("stop-run")):
-                self.background.append(asyncio.ensure_future(self.end_job()))
-                os.unlink(self._path("stop-run"))
+            self.read_requests()
             if beat % 5 == 0:
                 self.pulse(beat)
             await asyncio.sleep(min(1.0, self.idle.every_s))
 
+    def read_requests(self) -> None:
+        """What clients ask of a running cluster: one small file each, removed when it is read."""
+        folder = self._path("requests")
+        try:
+            names = sorted(name for name in os.listdir(folder) if name.endswith(".json"))
+        except OSError:
+            return
+        for name in names:
+            request = files.read_json(os.path.join(folder, name)) or {}
+            os.unlink(os.path.join(folder, name))
+            self.note({"request": request})
+            if request.get("do") == "stop-job" and self.work and request.get("job") == self.work.job["id"]:
+                grace = float(self.config.get("grace_s", 10))
+                self.background.append(asyncio.ensure_future(self.work.end(grace, self.at_once)))
+            elif self.hub and request.get("node"):
+                self.hub.tell(request, request["node"])
+
     async def look_for_activity(self) -> None:
         assert self.block
-        if self.job and self.job["status"] in ("PENDING", "RUNNING"):
+        if self.work and self.work.waits_or_runs:
             return self.idle.note(True)
         since, self.looked = self.looked, time.time()  # what began and ended between two looks counts
         try:
@@ -184,72 +217,63 @@ class Head(Node):
 
     async def command(self) -> None:
         """Runs the user's command here when enough nodes are there. Its end is the cluster's end."""
-        assert self.job and self.block
+        assert self.work and self.block
         patience = float(self.config.get("gather_s", 600))
         try:
             await asyncio.wait_for(self.enough.wait(), patience)
         except asyncio.TimeoutError:
-            self.job.update(status="FAILED")
             self.stop_reason = "fewer than %d nodes came within %d s" % (self.config["min_nodes"], patience)
             return
-        command = self.config["command"]
-        argv = list(command["argv"])
-        if argv[0] in ("python", "python3"):
-            argv[0] = sys.executable  # a system may have only one of the two names
-        env = {k: v for k, v in os.environ.items() if k != "RAY_AUTH_TOKEN"}
-        env.update(self.config.get("env") or {})
-        env.update(client_environment(self.config, self.temp))
-        env.update(RAY_ADDRESS=join(self.ip, self.block.ports["gcs"]), PYTHONUNBUFFERED="1")
-        self.job.update(status="RUNNING", started=time.time())
-        try:
-            with open(self._path("logs/run.out"), "wb") as out, open(self._path("logs/run.err"), "wb") as err:
-                self.job_process = await asyncio.create_subprocess_exec(
-                    *argv, cwd=command["cwd"], env=env, stdin=asyncio.subprocess.DEVNULL, stdout=out, stderr=err,
-                    start_new_session=True, preexec_fn=lambda: processes.die_with_parent(signal.SIGKILL),
-                )  # fmt: skip
-            self.flush()
-            code = await self.job_process.wait()
-        except OSError as error:
-            code = 127 if isinstance(error, FileNotFoundError) else 126
-            files.write(self._path("logs/run.err"), "%s\n" % error)
-        code = 128 - code if code < 0 else code
-        status = "STOPPED" if self.job["status"] == "STOPPING" else "SUCCEEDED" if code == 0 else "FAILED"
-        self.job.update(status=status, exit_code=code, ended=time.time())
-        self.flush()
+        code = await self.work.run(join(self.ip, self.block.ports["gcs"]))
         self.stop_reason = self.stop_reason or "the command ended with code %d" % code
 
-    async def end_job(self) -> None:
-        """SIGTERM to the command and what it started, time to save its work, then SIGKILL."""
-        process = self.job_process
-        if not (self.job and process and process.returncode is None and self.job["status"] == "RUNNING"):
-            return
-        self.job["status"] = "STOPPING"
-        self.signal_job(signal.SIGTERM)
-        over = asyncio.ensure_future(process.wait())
-        at_once = asyncio.ensure_future(self.at_once.wait())
-        await asyncio.wait(
-            [over, at_once], timeout=self.config.get("grace_s", 10), return_when=asyncio.FIRST_COMPLETED
-        )
-        at_once.cancel()
-        if not over.done():
-            self.signal_job(signal.SIGKILL)
-            await over
+    def others_failed(self, reason: str) -> None:
+        for name in self.others:
+            if self.nodes.get(name, {}).get("state") != "READY":
+                self.learn(name, {"state": "FAILED", "reason": reason, "since": time.time()})
 
-    def signal_job(self, number: int) -> None:
-        try:
-            if self.job_process:
-                os.killpg(self.job_process.pid, number)
-        except (ProcessLookupError, PermissionError):
-            pass
+    def time_is_up(self) -> None:
+        self.background.append(asyncio.ensure_future(self.wind_down("the time limit is near")))
+
+    async def wind_down(self, reason: str) -> None:
+        """Tells everybody that the end is near: Ray drains the workers with the true deadline (Ray Train sees that as a
+        preemption), the command gets SIGTERM; then the end comes when the work is done, or the grace is over."""
+        if self.winding_down:
+            return
+        self.winding_down = True
+        grace = float(self.config.get("grace_s", 60))
+        end = time.monotonic() + grace
+        self.note({"event": "%s: %d s to finish" % (reason, grace)})
+        self.background.append(asyncio.ensure_future(self.drain_workers(reason, grace)))
+        if self.work:
+            await self.work.end(grace, self.at_once)
+        while time.monotonic() < end and not self.work:
+            try:
+                if await activity(self.block.ports["dashboard"], self.secret) is None:  # type: ignore[union-attr]
+                    break
+            except (OSError, KeyError, TypeError, asyncio.TimeoutError):
+                pass
+            await asyncio.sleep(1)
+        self.stop(reason)
+
+    async def drain_workers(self, reason: str, seconds: float) -> None:
+        """Through Ray itself, in a child: the agent never imports it."""
+        assert self.block
+        request = {"address": join(self.ip, self.block.ports["gcs"]), "reason": reason,
+                   "deadline_ms": int((time.time() + seconds) * 1000)}  # fmt: skip
+        env = {**os.environ, **client_environment(self.config, self.temp)}
+        with open(os.path.join(self.logs, "drain.log"), "ab") as log:
+            child = await asyncio.create_subprocess_exec(
+                sys.executable, "-c", DRAIN, stdin=asyncio.subprocess.PIPE, stdout=log, stderr=log, env=env
+            )
+            await child.communicate(json.dumps(request).encode())
 
     # -- ending
 
     async def leave(self) -> None:
-        await self.end_job()
-        if self.job and self.job["exit_code"] is None:
-            code = self.job_process.returncode if self.job_process else None
-            code = 128 - code if code is not None and code < 0 else code
-            self.job.update(status="STOPPED", ended=time.time(), exit_code=code)
+        if self.work:
+            await self.work.end(float(self.config.get("grace_s", 10)), self.at_once)
+            self.work.close()
         if self.hub:
             self.hub.tell({"do": "stop", "reason": self.stop_reason or self.reason})
         if self.ray:
@@ -270,6 +294,6 @@ class Head(Node):
         return answer
 
     def exit_code(self) -> int:
-        if self.job and self.job["exit_code"] is not None:
-            return int(self.job["exit_code"])
+        if self.work and self.work.job["exit_code"] is not None:
+            return int(self.work.job["exit_code"])
         return super().exit_code()

@@ -1,6 +1,6 @@
 """How the agents of one cluster speak: the head's agent listens, the others keep one connection to it.
 
-One JSON object a line. Both sides prove that they know the cluster's secret by an HMAC over the other's random
+A client that proves itself is joined to the head's dashboard. One JSON object a line. Both sides prove that they know the cluster's secret by an HMAC over the other's random
 challenge; the secret itself never travels. Workers say what state they are in and that they live; the head says `stop`.
 """
 
@@ -38,18 +38,35 @@ def send(writer: asyncio.StreamWriter, message: Message) -> None:
     writer.write(json.dumps(message).encode() + b"\n")
 
 
+async def pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Bytes as they come, to the end."""
+    try:
+        while True:
+            chunk = await reader.read(1 << 16)
+            if not chunk:
+                break
+            writer.write(chunk)
+            await writer.drain()
+        if writer.can_write_eof():
+            writer.write_eof()
+    except OSError:
+        writer.close()
+
+
 class Hub:
-    """The head's side. `on_message(node, message)` is called for each word of a worker, `on_lost(node)` when it is
-    silent or its connection is gone."""
+    """The head's side. `on_message(node, message)` gives the answer to each word of a worker (so that it knows that its
+    head lives), `on_lost(node)` is called when it is silent or its connection is gone."""
 
     def __init__(
         self,
         secret: str,
-        on_message: Callable[[str, Message], None],
+        on_message: Callable[[str, Message], Optional[Message]],
         on_lost: Callable[[str], None],
         silent_s: float = SILENT_S,
+        relay_port: int = 0,
     ):
         self.secret, self.on_message, self.on_lost, self.silent_s = secret, on_message, on_lost, silent_s
+        self.relay_port = relay_port
         self.writers: Dict[str, asyncio.StreamWriter] = {}
         self.server: Optional[asyncio.AbstractServer] = None
 
@@ -62,19 +79,18 @@ class Hub:
             challenge = secrets.token_hex(16)
             send(writer, {"challenge": challenge})
             hello = await receive(reader, 10)
-            name = str(hello.get("node"))
-            if not hmac.compare_digest(
-                str(hello.get("proof")), proof(self.secret, "worker", challenge, name)
-            ):
+            name, side = str(hello.get("node")), "client" if hello.get("relay") else "worker"
+            if not hmac.compare_digest(str(hello.get("proof")), proof(self.secret, side, challenge, name)):
                 return
             send(writer, {"proof": proof(self.secret, "head", str(hello.get("challenge")), name)})
+            if side == "client":
+                return await self._relay(reader, writer)
             old = self.writers.pop(name, None)
             if old:
                 old.close()
             node, self.writers[name] = name, writer
             while True:
-                self.on_message(name, await receive(reader, self.silent_s))
-                send(writer, {})  # so that a worker knows that its head lives
+                send(writer, self.on_message(name, await receive(reader, self.silent_s)) or {})
         except (OSError, ValueError, asyncio.TimeoutError, asyncio.LimitOverrunError, asyncio.CancelledError):
             pass
         finally:
@@ -82,6 +98,14 @@ class Hub:
             if node is not None and self.writers.get(node) is writer:
                 del self.writers[node]
                 self.on_lost(node)
+
+    async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Joins a client that may come in to the dashboard, which listens on this host's loopback only."""
+        there, back = await asyncio.open_connection("127.0.0.1", self.relay_port)
+        try:
+            await asyncio.gather(pipe(reader, back), pipe(there, writer))
+        finally:
+            back.close()
 
     def tell(self, message: Message, node: Optional[str] = None) -> None:
         for name, writer in list(self.writers.items()):

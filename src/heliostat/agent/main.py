@@ -41,9 +41,10 @@ def do_node(config: Json) -> Json:
     """Runs a node to its end. This process only keeps: the node's life is a child, and when that ends, however it
     ends, the keeper ends every process that is left of it and removes its folder."""
     os.umask(0o077)
+    config = _mine(config)
     os.environ[processes.MARK] = config["mark"]
     # told to end before anybody can listen: it waits until both of us do
-    signal.pthread_sigmask(signal.SIG_BLOCK, processes.ENDINGS)
+    signal.pthread_sigmask(signal.SIG_BLOCK, processes.SIGNALS)
     temp = private_folder()
     keeper = os.getpid()
     processes.adopt_orphans()
@@ -53,9 +54,9 @@ def do_node(config: Json) -> Json:
         os.close(reader)
         _be_the_agent(config, temp, keeper, writer)
     os.close(writer)
-    for number in processes.ENDINGS:
+    for number in processes.SIGNALS:
         signal.signal(number, lambda number, _: processes.send([child], number))
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, processes.ENDINGS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, processes.SIGNALS)
     status = _wait_for(child)
     with os.fdopen(reader, "rb") as stream:
         said = stream.read()
@@ -68,6 +69,18 @@ def do_node(config: Json) -> Json:
     if left:
         answer.update(ok=False, left=left)
     return answer
+
+
+def _mine(config: Json) -> Json:
+    """Our own part of a config for many nodes: the first is whoever was started with `others` to start, the rest count."""
+    if "members" not in config:
+        return config
+    place = (
+        0
+        if config.get("others") is not None or len(config["members"]) == 1
+        else int(os.environ[config["rank"]]) + 1
+    )
+    return {**config, **config["members"][place], "whole": config}
 
 
 def _be_the_agent(config: Json, temp: str, keeper: int, writer: int) -> None:

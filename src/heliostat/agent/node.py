@@ -12,6 +12,7 @@ import time
 from typing import Any, Callable, Dict, List, Optional
 
 from . import files, hub, ports, probe, processes
+from .command import Command
 from .raynode import IN_USE, PortTaken, RayNode, join
 
 Json = Dict[str, Any]
@@ -44,6 +45,7 @@ class Node:
         self.stop_reason = ""
         self.stopping = asyncio.Event()
         self.at_once = asyncio.Event()  # told twice, or the whole cluster ends: no draining
+        self.step: Optional[asyncio.Future[None]] = None
         self.background: List[asyncio.Future[None]] = []  # the loop itself keeps no hold of its tasks
         self.secret = self._secret()
 
@@ -187,6 +189,33 @@ class Node:
         work.cancel()
         return False
 
+    @property
+    def others(self) -> List[str]:
+        """The nodes of our job whose agents we start."""
+        return [member["node"] for member in self.config["members"][1:]] if self.config.get("others") else []
+
+    async def start_others(self) -> None:
+        """In a batch job the first node starts the agents of the rest, in one step. They end with the cluster."""
+        whole = os.path.join(self.temp, "others.json")
+        files.write_json(whole, {**self.config["whole"], "others": None})
+        log = os.path.join(self.logs, "step.log")
+        with open(whole) as config, open(log, "ab") as out:
+            step = await asyncio.create_subprocess_exec(
+                *self.config["others"], stdin=config, stdout=out, stderr=out
+            )
+        code = await step.wait()
+        if code and not self.stopping.is_set():
+            self.others_failed(
+                "the step that starts them ended with code %d: %s" % (code, files.tail(log, 300).strip())
+            )
+
+    def others_failed(self, reason: str) -> None:
+        """Nobody can be told by a worker; the head overrides this."""
+
+    def time_is_up(self) -> None:
+        """The scheduler says that the time limit is near."""
+        self.stop("the time limit is near")
+
     # -- the whole life
 
     async def live(self) -> None:
@@ -211,6 +240,8 @@ class Node:
             )
             self.check_ray()
             self.size()
+            if self.config.get("others"):
+                self.step = asyncio.ensure_future(self.start_others())
             if await self.unless_stopped(asyncio.ensure_future(self.start_ray())):
                 self.move("READY")
                 await self.live()
@@ -234,10 +265,29 @@ class Node:
         return 0 if self.state == "GONE" else 1
 
 
+def mine(config: Json) -> bool:
+    """Does the user's command run on this node?"""
+    command = config.get("command")
+    return command is not None and command.get("on", "head") == config["node"]
+
+
 class Worker(Node):
-    """Joins a head; ends with it."""
+    """Joins a head; ends with it, or with the command that it brought along."""
 
     link: Optional[hub.Link] = None
+
+    def __init__(self, config: Json, temp: str) -> None:
+        super().__init__(config, temp)
+        self.there = asyncio.Event()  # the nodes that came with us are alive too
+        self.work = Command(config, temp, self.changed) if mine(config) else None
+
+    def status(self) -> Json:
+        status = super().status()
+        if self.work:
+            status["job"] = self.work.job
+            if self.state == "READY" and not self.there.is_set():
+                status["await"] = [member["node"] for member in self.config["members"]]
+        return status
 
     def find_head(self) -> Optional[Json]:
         return self.config.get("head") or files.read_json(os.path.join(self.folder, "head.json"))
@@ -247,7 +297,13 @@ class Worker(Node):
             self.link.say()
 
     async def told(self, message: Json) -> None:
-        if message.get("do") == "stop":
+        if message.get("there"):
+            self.there.set()
+        elif message.get("do") == "leave":
+            self.stop(str(message.get("reason", "told to leave")))
+        elif message.get("do") == "warn" and self.work:
+            self.work.send(signal.SIGTERM)
+        elif message.get("do") == "stop":
             self.at_once.set()
             self.stop(str(message.get("reason", "the cluster ends")))
 
@@ -285,16 +341,45 @@ class Worker(Node):
 
     async def live(self) -> None:
         assert self.ray
-        await self.unless_stopped(asyncio.ensure_future(self.ray.ended.wait()))
+        tasks: List[asyncio.Future[Any]] = [asyncio.ensure_future(self.ray.ended.wait())]
+        if self.work:
+            tasks.append(asyncio.ensure_future(self.command(self.work)))
+        done = asyncio.ensure_future(asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED))
+        await self.unless_stopped(done)
+
+    async def command(self, work: Command) -> None:
+        """Runs what this job brought along, as a driver here, when its nodes are there; then the job leaves."""
+        assert self.link
+        while not self.there.is_set():
+            self.link.say()
+            try:
+                await asyncio.wait_for(self.there.wait(), 0.5)
+            except asyncio.TimeoutError:
+                pass
+        head = self.find_head() or {}
+        code = await work.run(join(head["ip"], head["gcs"]))
+        self.stop("the command ended with code %d" % code)
 
     async def leave(self) -> None:
+        if self.work:
+            await self.work.end(float(self.config.get("grace_s", 10)), self.at_once)
+            self.work.close()
         if self.ray is None:
             return
         if self.stopping.is_set() and not self.at_once.is_set() and self.link and self.link.writer:
+            if self.config.get("others"):  # who came with us leaves with us
+                hub.send(self.link.writer, {**self.status(), "release": self.others})
             drained = asyncio.ensure_future(self.ray.drain())
             at_once = asyncio.ensure_future(self.at_once.wait())
             await asyncio.wait([drained, at_once], return_when=asyncio.FIRST_COMPLETED)
         await self.ray.end()
+        if self.step:  # the job ends with us: give the others their time to drain
+            await asyncio.wait([self.step], timeout=float(self.config.get("drain_s", 20)) + 10)
+
+    def exit_code(self) -> int:
+        if self.work and self.work.job["exit_code"] is not None:
+            return int(self.work.job["exit_code"])
+        return super().exit_code()
 
 
 async def port_open(ip: str, port: int) -> bool:
@@ -314,7 +399,8 @@ def serve(config: Json, temp: str, make: Callable[[Json, str], Node]) -> Json:
         loop = asyncio.get_running_loop()
         for number, reason in processes.ENDINGS.items():
             loop.add_signal_handler(number, node.stop, reason)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, processes.ENDINGS)
+        loop.add_signal_handler(signal.SIGUSR1, node.time_is_up)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, processes.SIGNALS)
         return await node.run()
 
     # not asyncio.run: its end waits for every task, and the wait_for of Python 3.11 and older may swallow the
@@ -324,4 +410,4 @@ def serve(config: Json, temp: str, make: Callable[[Json, str], Node]) -> Json:
     return loop.run_until_complete(main())
 
 
-__all__ = ["Node", "Worker", "join", "port_open", "serve"]
+__all__ = ["Node", "Worker", "join", "mine", "port_open", "serve"]

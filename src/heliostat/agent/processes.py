@@ -12,6 +12,7 @@ from typing import Dict, Iterable, List, Optional, Set, Tuple
 
 MARK = "HELIOSTAT_NODE"  # in the environment of every process of a node: finds what left its family
 ENDINGS = {signal.SIGTERM: "told to stop", signal.SIGINT: "interrupted", signal.SIGHUP: "hang-up"}
+SIGNALS = (*ENDINGS, signal.SIGUSR1)  # the last is a scheduler's word that the time limit is near
 _PDEATHSIG, _SUBREAPER = 1, 36
 
 

@@ -54,6 +54,7 @@ class Order:
     folder: Path
     agent: Path
     config: Mapping[str, Any]
+    facts: Mapping[str, Any] = field(default_factory=dict)  # what `survey` saw
 
 
 @dataclass(frozen=True)
@@ -96,9 +97,14 @@ class Backend(Protocol):
     Options: ClassVar[type]  # a frozen dataclass: the site's own table of the file
     starts_ray: ClassVar[bool]  # True: our agent runs `ray start`; False: the platform does
     shares_files: ClassVar[bool]  # True: the head sees the caller's folders under the same paths
+    takes_options: ClassVar[bool]  # True: there is a scheduler whose own options a person may give
 
     def checks(self, spec: ClusterSpec | None, host: Transport) -> list[Check]:
         """For `doctor`; never raises."""
+        ...
+
+    def survey(self, options: Any, host: Transport) -> Mapping[str, Any]:
+        """What the site has, as far as planning needs it; one quick look, {} where it does not answer."""
         ...
 
     def plan(self, order: Order) -> Plan:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from heliostat.backends.base import Check, File, Handle, Observation, Order, Plan, Step
 from heliostat.errors import HeliostatError, UsageError
@@ -31,9 +31,13 @@ class Local:
     Options: ClassVar[type] = Options
     starts_ray: ClassVar[bool] = True
     shares_files: ClassVar[bool] = True
+    takes_options: ClassVar[bool] = False
 
     def checks(self, spec: ClusterSpec | None, host: Transport) -> list[Check]:
         return []
+
+    def survey(self, options: Any, host: Transport) -> dict[str, Any]:
+        return {}
 
     def plan(self, order: Order) -> Plan:
         from heliostat.script import agent_script

@@ -24,6 +24,7 @@ from heliostat.errors import HeliostatError, Interrupted, UsageError
 VERBS = {
     "up": "start a cluster and wait until it is ready",
     "run": "start a cluster, run a script on it, give everything back",
+    "join": "add nodes to a running cluster, with a script or without",
     "submit": "hand a job to a running cluster",
     "jobs": "list the jobs of a cluster",
     "stop": "stop a job",

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def show(out: Output, life: Lifecycle, config: Config, command: dict[str, Any] | None = None) -> None:
     folder = ClusterFolder(life.store.clusters / config.spec.cluster_name)
-    order, plan = make_plan(folder, config.spec, command=command)
+    order, plan = make_plan(folder, config.spec, command=command, host=life.host)
     if out.json:
         files = [{"path": str(f.path), "mode": oct(f.mode), "text": f.text} for f in plan.files]
         steps = [{"argv": list(s.argv), "nodes": list(s.nodes), "config": dict(s.config)} for s in plan.steps]

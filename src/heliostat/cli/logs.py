@@ -34,12 +34,12 @@ def command(out: Output, /, cluster: str, what: str | None, follow: bool) -> int
     if what is None:
         show_events(out, folder, follow)
         return None
-    if record.command and what == "run":
+    if (folder.logs / f"{what}.out").exists() or (record.command and what == "run"):
         if follow:
-            Jobs(life).follow(folder, out.raw)
+            Jobs(life).follow(folder, out.raw, what)
             return None
         for stream in ("out", "err"):
-            copy(out, stream, folder.logs / f"run.{stream}")
+            copy(out, stream, folder.logs / f"{what}.{stream}")
         return None
     if what in record.nodes or (folder.logs / what).is_dir():
         show_node(out, folder, what, follow)

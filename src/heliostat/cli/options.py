@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
+from heliostat.cli.native import native_options
 from heliostat.errors import UsageError
 
 if TYPE_CHECKING:
@@ -109,8 +110,8 @@ def cluster_options(function: F) -> F:
     return function
 
 
-def read_config(values: dict[str, Any], file: Path | None, **more: Any) -> Config:
-    """The spec from the file, the environment and the flags."""
+def read_config(values: dict[str, Any], file: Path | None, *, base: dict[str, Any] | None = None) -> Config:
+    """The spec from the file, the environment and the flags. `base`: a running cluster's own, instead of the file."""
     from heliostat import backends, config
 
     flags = {KEYS[key]: value for key, value in values.items() if key in KEYS and value not in (None, ())}
@@ -119,9 +120,28 @@ def read_config(values: dict[str, Any], file: Path | None, **more: Any) -> Confi
     if "environment.setup" in flags:
         flags["environment.setup"] = list(flags["environment.setup"])
     spelled = {key: option for option, key in KEYS.items()}
-    return config.load(
-        backends.names(), file=file, flags={**flags, **more}, spelled=spelled, look_in=Path.cwd()
-    )
+
+    def load(**extra: Any) -> Config:
+        look_in = None if base else Path.cwd()
+        return config.load(
+            backends.names(), file=file, flags={**flags, **extra}, spelled=spelled, look_in=look_in, base=base
+        )
+
+    found = load()
+    native = native_options()
+    if not native:
+        return found
+    site = found.spec.on
+    if not backends.load(site).takes_options:
+        known = [name for option in click.get_current_context().command.params for name in option.opts]
+        near = difflib.get_close_matches(native[0].partition("=")[0], known, n=1)
+        usage = "heliostat run --help; arguments of a script go after it, a command goes after `--`"
+        raise UsageError(
+            f"no such option: `{native[0]}`",
+            because=f"`{site}` has no scheduler to pass it to",
+            hint=f"did you mean `{near[0]}`?" if near else usage,
+        )
+    return load(**{f"{site}.extra": [*found.spec.sites.get(site, {}).get("extra", []), *native]})
 
 
 def _pairs(words: Sequence[str], option: str) -> dict[str, str]:
@@ -137,40 +157,3 @@ def _pairs(words: Sequence[str], option: str) -> dict[str, str]:
 def pairs(words: Sequence[str], option: str) -> dict[str, str]:
     """K=V words of a repeatable option."""
     return _pairs(words, option)
-
-
-class WordsCommand(click.Command):
-    """A verb whose `words` are the user's own. click takes the first `--` away; here it stays, as it says where the
-    user's command begins."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if "--" in args:
-            args.insert(args.index("--"), "--")
-        rest = super().parse_args(ctx, args)
-        words = list(ctx.params.get("words") or ())
-        cut = words.index("--") if "--" in words else len(words)
-        if words[cut : cut + 2] == ["--", "--"]:  # it stands behind the script, where click looks for nothing
-            del words[cut]
-        ctx.params["words"] = tuple(words)
-        return rest
-
-
-def command_words(words: Sequence[str], site_takes_options: bool = False) -> tuple[list[str], list[str]]:
-    """Splits what follows our own options: (options for the scheduler, the command), which may begin with `--`.
-
-    The command begins at `--`, or at the first word that is a Python file. A long option before it that is not ours is
-    the scheduler's; a site without a scheduler has none."""
-    plain = [i for i, word in enumerate(words) if not word.startswith("-")]
-    sure = [i for i, word in enumerate(words) if word == "--" or (i in plain and word.endswith(".py"))]
-    cut = 0 if 0 in plain else next(iter([*sure, *plain]), len(words))
-    native, command = list(words[:cut]), list(words[cut:])
-    if native and not site_takes_options:
-        known = [name for option in click.get_current_context().command.params for name in option.opts]
-        near = difflib.get_close_matches(native[0].partition("=")[0], known, n=1)
-        usage = "heliostat run --help; arguments of a script go after it, a command goes after `--`"
-        raise UsageError(
-            f"no such option: `{native[0]}`",
-            because="this site has no scheduler to pass it to",
-            hint=f"did you mean `{near[0]}`?" if near else usage,
-        )
-    return native, command

@@ -12,7 +12,8 @@ from typing import Any
 
 import click
 
-from heliostat.cli.options import WordsCommand, cluster_options, command_words, common, read_config
+from heliostat.cli.native import SiteCommand, command_line
+from heliostat.cli.options import cluster_options, common, read_config
 from heliostat.cli.output import Output
 from heliostat.errors import UsageError
 from heliostat.jobs import Jobs
@@ -20,9 +21,7 @@ from heliostat.lifecycle import Lifecycle
 from heliostat.script import quote
 
 
-@click.command(
-    cls=WordsCommand, context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False}
-)
+@click.command(cls=SiteCommand)
 @click.option("--cluster", metavar="NAME", help="use this running cluster instead of a new one")
 @click.option("--detach", is_flag=True, help="return once it is submitted; `logs -f` shows its output")
 @cluster_options
@@ -42,14 +41,14 @@ def command(
     """Starts a cluster, runs the script on its head when all nodes are there, streams its output, releases everything.
 
     Exits with the script's exit code."""
-    argv = script_command(words)
+    argv = script_command(tuple(command_line()))
     life = Lifecycle(emit=out.emit)
     if cluster:
         return run_on(out, life, cluster, argv, detach, dry_run)
     fresh = (
         {} if values.get("name") else {"name": f"run-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}"}
     )
-    config = read_config(values, file, **fresh)
+    config = read_config({**values, **fresh}, file)
     if fresh:
         config = replace(config, origins={**config.origins, "name": "made up"})
     what = {"argv": argv, "cwd": os.getcwd(), "text": quote(argv)}
@@ -71,9 +70,8 @@ def command(
 
 def script_command(words: tuple[str, ...]) -> list[str]:
     """The command's words; a Python file runs by the nodes' own Python. Bad scripts are told before anything starts."""
-    _, found = command_words(words)
-    explicit = found[:1] == ["--"]
-    found = found[1:] if explicit else found
+    explicit = words[:1] == ("--",)
+    found = list(words[1:] if explicit else words)
     if not found:
         raise UsageError(
             "there is no script to run", hint="heliostat run script.py, or heliostat run -- COMMAND"

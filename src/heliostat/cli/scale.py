@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from heliostat import growth
 from heliostat.cli.options import CLUSTER, common
 from heliostat.cli.output import Output
 from heliostat.cli.up import summary
@@ -26,5 +27,5 @@ def command(out: Output, /, cluster: str, workers: int, dry_run: bool) -> None:
         if out.json:
             return out.document({"name": cluster, "workers": now, "wanted": workers})
         return out.data(f"# {cluster}: {count(now, 'worker')} now, {workers} wanted")
-    view = life.scale(cluster, workers)
+    view = growth.scale(life, cluster, workers)
     out.document(summary(view)) if out.json else out.say(f"`{cluster}` has {count(view.alive(), 'node')}")

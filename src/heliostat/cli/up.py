@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from heliostat.cli.native import SiteCommand
 from heliostat.cli.options import cluster_options, common, read_config
 from heliostat.cli.output import Output
 from heliostat.errors import UsageError
@@ -14,7 +15,7 @@ from heliostat.lifecycle import Lifecycle, View
 from heliostat.units import count
 
 
-@click.command()
+@click.command(cls=SiteCommand)
 @click.argument("path", metavar="[FILE]", required=False, type=click.Path(path_type=Path, readable=False))
 @click.option("--no-wait", is_flag=True, help="return once it is asked for")
 @cluster_options

@@ -1,0 +1,129 @@
+"""What SLURM and PBS share: one job starts many nodes, and its script is the first of them.
+
+The agent of the first node runs in the batch script itself, so that the scheduler's signal for the script (and only for it)
+is the agent's; it starts the agents of the other nodes in one step, all at once. Native words become ours by table.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from heliostat import relay
+from heliostat.backends.base import File, Order, Plan, Step
+from heliostat.errors import HeliostatError
+
+if TYPE_CHECKING:
+    from heliostat.spec import Member
+    from heliostat.transport import Completed, Transport
+
+MARGIN_S = (
+    30  # between the end of the grace and the scheduler's SIGKILL: what ending Ray and cleaning up may take
+)
+COMMAND_S = 60.0  # for one scheduler command; a slow controller is not a dead one
+
+
+def job_files(order: Order, others: Sequence[str], rank: str) -> tuple[str, File]:
+    """(suffix of the job's files, the agents' config).
+
+    others: the command that starts the agents of the other nodes; rank: the variable that counts them there, from 0."""
+    first = order.members[0].name
+    suffix = "" if first == "head" else f"-{first}"
+    config = {
+        **order.config,
+        "address": {"interface": order.spec.network.interface, "default": "route"},
+        "members": [member_config(order, member) for member in order.members],
+        "others": list(others) if len(order.members) > 1 else None,
+        "rank": rank,
+    }
+    return suffix, File(order.folder / f"agents{suffix}.json", json.dumps(config, indent=1) + "\n")
+
+
+def member_config(order: Order, member: Member) -> dict[str, Any]:
+    return {
+        "node": member.name,
+        "role": member.role,
+        "mark": f"{order.config['mark']}-{member.name}",
+        "resources": {
+            "cpus": member.cpus,
+            "gpus": member.gpus,
+            "memory": member.memory,
+            "object_store": order.spec.object_store,
+            "custom": member.resources,
+            "labels": member.labels,
+        },
+    }
+
+
+def job_plan(order: Order, submit: Sequence[str], script: File, config: File) -> Plan:
+    names = tuple(member.name for member in order.members)
+    return Plan((config, script), (Step((*submit, str(script.path)), names, {"mark": order.config["mark"]}),))
+
+
+def ask(host: Transport, argv: Sequence[str]) -> Completed:
+    """One scheduler command."""
+    return host.run(list(argv), timeout=COMMAND_S)
+
+
+def retry(
+    attempt: Callable[[], Completed], passing: re.Pattern[str], seconds: float = 120.0, pause: float = 1.0
+) -> Completed:
+    """Tries again, ever more patiently, while the scheduler says something that passes by itself."""
+    deadline = time.monotonic() + seconds
+    while True:
+        done = attempt()
+        if done.code == 0 or not passing.search(done.err + done.out) or time.monotonic() + pause > deadline:
+            return done
+        time.sleep(pause)
+        pause = min(15.0, pause * 2)
+
+
+def refused(done: Completed, what: str, hint: str = "") -> HeliostatError:
+    words = [line.strip() for line in (done.err or done.out).splitlines() if line.strip()]
+    return HeliostatError(what, because=" | ".join(words[-2:])[:400], saw=done.saw(), hint=hint)
+
+
+def options_of(words: Sequence[str], owned: Mapping[str, str], flags: frozenset[str]) -> list[str]:
+    """The user's own scheduler options, each as one word `--name=value` (or a flag); refuses those that we own by name."""
+    found: list[str] = []
+    waiting: str | None = None
+    for word in words:
+        if waiting is not None:
+            found.append(f"{waiting}={word}" if waiting.startswith("--") else f"{waiting}{word}")
+            waiting = None
+            continue
+        name, sign, _ = word.partition("=")
+        if name in owned:
+            raise HeliostatError(f"`{name}` is set by Heliostat", hint=owned[name], exit_code=2)
+        if sign or name in flags or (not name.startswith("--") and len(name) > 2):
+            found.append(word)
+        elif name.startswith("-"):
+            waiting = name
+        else:
+            raise HeliostatError(f"`{word}` is not an option of the scheduler", exit_code=2)
+    if waiting is not None:
+        found.append(waiting)
+    return found
+
+
+class ThroughHub:
+    """The head's machine as seen from a host that shares its folder: files and commands there, and the dashboard, which
+    listens on the head's loopback, through the hub of the head's agent."""
+
+    def __init__(self, host: Transport, folder: Path) -> None:
+        self.host, self.folder = host, folder
+        self.run, self.spawn, self.read = host.run, host.spawn, host.read
+
+    def forward(self, host: str, port: int) -> tuple[str, int]:
+        try:
+            place = json.loads(self.host.read(self.folder / "head.json"))
+        except ValueError:
+            raise HeliostatError(
+                "nobody knows where the head is", saw=str(self.folder / "head.json")
+            ) from None
+        secret = self.host.read(self.folder / "token").decode().strip() or str(place["id"])
+        return relay.forward(*self.host.forward(place["ip"], place["hub"]), secret)

@@ -1,0 +1,497 @@
+"""SLURM: one job a cluster, more jobs that join it. Asks machine formats only; works without slurmdbd and from 20.11 on."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from heliostat.backends import _batch
+from heliostat.backends.base import Check, File, Handle, Observation, Order, Plan
+from heliostat.errors import HeliostatError, UsageError
+from heliostat.states import NodeState
+from heliostat.units import format_duration
+
+if TYPE_CHECKING:
+    from heliostat.spec import ClusterSpec
+    from heliostat.transport import Transport
+
+N = NodeState
+DAY_S = 86400
+
+# every word that a job can be in; an unlisted one is UNKNOWN with the word kept
+STATES = {
+    **dict.fromkeys(("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"), N.QUEUED),
+    **dict.fromkeys(("RUNNING", "COMPLETING", "SIGNALING", "RESIZING", "STAGE_OUT"), N.ALLOCATED),
+    **dict.fromkeys(
+        ("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "BOOT_FAIL", "DEADLINE", "REVOKED"),
+        N.GONE,
+    ),
+}  # fmt: skip
+
+# reasons with which a job waits for ever: it is withdrawn, and the person told what would fit
+NEVER = {
+    "PartitionNodeLimit": "the partition does not let one job have so many nodes",
+    "PartitionTimeLimit": "the time is over the partition's limit",
+    "PartitionConfig": "the partition cannot run such a job",
+    "BadConstraints": "no node can ever satisfy the constraints",
+    "PartitionDown": "the partition is down",
+    "PartitionInactive": "the partition is inactive",
+    "AccountNotAllowed": "the account may not use this partition",
+    "QOSNotAllowed": "the QOS may not be used here",
+    "InvalidAccount": "the account is not valid",
+    "InvalidQOS": "the QOS is not valid",
+    "AssocMaxJobsLimit": "",
+    "JobLaunchFailure": "the job could not be launched",
+}
+WAITING = {
+    "Resources": "waits for nodes to become free",
+    "Priority": "other jobs are before it",
+    "Dependency": "waits for another job",
+    "JobHeldUser": "is held; scontrol release lets it go",
+    "JobHeldAdmin": "is held by an administrator",
+    "BeginTime": "its time has not come yet",
+    "ReqNodeNotAvail": "a node that it needs is not available",
+    "Licenses": "waits for a licence",
+    "QOSMaxJobsPerUserLimit": "you have as many jobs as the QOS allows",
+    "QOSMaxCpuPerUserLimit": "you have as many CPUs as the QOS allows",
+    "QOSMaxNodePerUserLimit": "you have as many nodes as the QOS allows",
+    "AssocGrpCpuLimit": "your account has as many CPUs as it may",
+    "MaxJobsPerAccount": "your account has as many jobs as it may",
+    "JobArrayTaskLimit": "the array has as many tasks running as it may",
+    "None": "has just been submitted",
+}
+PASSING = re.compile(
+    r"socket timed out|unable to contact slurm controller|temporarily unable|resource temporarily|connection refused"
+    r"|zero bytes were transmitted|try again",
+    re.IGNORECASE,
+)
+GONE_ID = re.compile(r"invalid job id", re.IGNORECASE)
+
+OWNED = {
+    "--nodes": "--nodes N", "-N": "--nodes N", "--ntasks": "one task a node is Ray's", "-n": "one task a node is Ray's",
+    "--ntasks-per-node": "one task a node is Ray's", "--tasks-per-node": "one task a node is Ray's",
+    "--output": "heliostat logs", "-o": "heliostat logs", "--error": "heliostat logs", "-e": "heliostat logs",
+    "--job-name": "--name NAME", "-J": "--name NAME", "--time": "--time TIME", "-t": "--time TIME", "--wrap": "heliostat run -- COMMAND",
+    "--signal": "slurm.grace in the file", "--open-mode": "heliostat logs", "--parsable": "--json", "--array": "one `join` a task",
+    "-a": "one `join` a task", "--comment": "the comment is how we find a job again", "--input": "", "-i": "", "--export": "environment.env",
+    "--chdir": "run it from that folder", "-D": "run it from that folder", "--cpus-per-task": "--cpus-per-node N", "-c": "--cpus-per-node N",
+    "--wait": "", "-W": "", "--requeue": "slurm.requeue in the file", "--no-requeue": "slurm.requeue in the file",
+}  # fmt: skip
+FLAGS = frozenset(
+    ("--exclusive", "--contiguous", "--overcommit", "--oversubscribe", "--hold", "-H", "--no-kill", "-k", "--spread-job", "--use-min-nodes",
+     "--reboot", "--gres-flags", "-Q", "--quiet", "-v", "--verbose", "-O", "-s", "--share", "--ignore-pbs")
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Options:
+    """The `slurm:` table of the file."""
+
+    partition: str | None = field(default=None, metadata={"help": "partition"})
+    account: str | None = field(default=None, metadata={"help": "account to charge"})
+    qos: str | None = field(default=None, metadata={"help": "quality of service"})
+    time: str | int | None = field(
+        default=None, metadata={"help": "time limit; the same as the spec's `time`"}
+    )
+    nodelist: str | None = field(default=None, metadata={"help": "these nodes, in sinfo's notation"})
+    exclude: str | None = field(default=None, metadata={"help": "not these nodes"})
+    constraint: str | None = field(default=None, metadata={"help": "features that the nodes must have"})
+    gres: str | None = field(default=None, metadata={"help": "generic resources a node, e.g. gpu:a100:4"})
+    clusters: str | None = field(default=None, metadata={"help": "which of several SLURM clusters"})
+    grace: str | int = field(
+        default="60s", metadata={"help": "how long before the time limit the work is told"}
+    )
+    requeue: bool = field(
+        default=False,
+        metadata={"help": "start again under the same name after preemption or a node's failure"},
+    )
+    exclusive: bool = field(default=False, metadata={"help": "whole nodes"})
+    extra: tuple[str, ...] = field(default=(), metadata={"help": "any other options of sbatch, verbatim"})
+
+
+class Slurm:
+    name: ClassVar[str] = "slurm"
+    Options: ClassVar[type] = Options
+    starts_ray: ClassVar[bool] = True
+    shares_files: ClassVar[bool] = True
+    takes_options: ClassVar[bool] = True
+
+    def checks(self, spec: ClusterSpec | None, host: Transport) -> list[Check]:
+        return checks(host)
+
+    # -- planning
+
+    def survey(self, options: Any, host: Transport) -> dict[str, Any]:
+        """{"partitions": {name: {"default", "up", "time_s", "nodes"}}}"""
+        where = [f"--clusters={options.clusters}"] if options.clusters else []
+        try:
+            done = host.run(["sinfo", "--noheader", "--format=%P|%a|%l|%D|%c|%m|%G", *where], timeout=20)
+        except HeliostatError:
+            return {}
+        return {"partitions": partitions(done.out)} if done.code == 0 else {}
+
+    def plan(self, order: Order) -> Plan:
+        from heliostat.script import agent_script
+        from heliostat.units import parse_duration
+
+        spec, options = order.spec, order.options
+        limit = spec.time or (parse_duration(options.time) if options.time is not None else None)
+        most = check_fits(order, limit)
+        if limit is None and not order.config["command"] and order.members[0].role == "head":
+            # a persistent head lives for a day unless somebody says otherwise, or the partition ends it sooner
+            limit = min(DAY_S, most or DAY_S)
+        grace = parse_duration(options.grace)
+        if limit is not None:
+            grace = max(
+                10, min(grace, limit // 4)
+            )  # a short job must not be told at its beginning that it ends
+        order = _with_config(order, {"grace_s": grace, "time_limit_s": limit, "own_clock": False})
+        python = agent_script(spec.environment, order.agent, "node").command
+        suffix, config = _batch.job_files(order, self._step(order, python), "SLURM_PROCID")
+        script = agent_script(
+            spec.environment,
+            order.agent,
+            "node",
+            directives=[f"#SBATCH {line}" for line in self._directives(order, suffix, limit, grace)],
+            comment=f"heliostat: {len(order.members)} nodes of `{spec.cluster_name}`; this script is the first of them",
+            stdin=str(config.path),
+        )
+        path = order.folder / f"script{suffix}.sh"
+        submit = ["sbatch", "--parsable", *([f"--clusters={options.clusters}"] if options.clusters else [])]
+        return _batch.job_plan(order, submit, File(path, script.render(), 0o700), config)
+
+    def _step(self, order: Order, agent: Sequence[str]) -> list[str]:
+        """Starts the agents of all nodes but the first, at once. Plain, so that 20.11 and 25 both take it."""
+        count = len(order.members) - 1
+        return [
+            "srun", "--overlap", "--mpi=none", "--relative=1", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1",
+            "--cpu-bind=none", "--kill-on-bad-exit=0", "--wait=0", "--input=all", "--export=ALL", *agent,
+        ]  # fmt: skip
+
+    def _directives(self, order: Order, suffix: str, limit: int | None, grace: int) -> Iterator[str]:
+        from heliostat.script import directive
+
+        options, count = order.options, len(order.members)
+        name = order.spec.cluster_name + suffix
+        yield directive(f"--job-name={name}")
+        yield directive(f"--comment=heliostat:{order.config['mark']}{suffix}")
+        yield f"--nodes={count}"
+        yield "--ntasks-per-node=1"
+        logs = str(order.folder / "logs").replace("%", "%%")  # a percent sign has a meaning there
+        yield directive(f"--output={logs}/slurm{suffix}-%j.out")
+        yield "--open-mode=append"
+        if limit is not None:
+            yield f"--time={_minutes(limit)}"
+        yield f"--signal=B:USR1@{grace + _batch.MARGIN_S}"
+        yield "--requeue" if options.requeue else "--no-requeue"
+        members = order.members
+        cpus = {m.cpus for m in members if m.cpus is not None and m.cpus > 0}
+        if cpus:
+            yield f"--cpus-per-task={max(cpus)}"
+        gpus = {m.gpus for m in members if m.gpus}
+        if gpus and not options.gres:
+            yield f"--gpus-per-node={max(gpus)}"
+        memory = {m.memory for m in members if m.memory}
+        if memory:
+            yield f"--mem={-(-max(memory) // 2**20)}M"
+        for key in ("partition", "account", "qos", "nodelist", "exclude", "constraint", "gres"):
+            value = getattr(options, key)
+            if value:
+                yield directive(f"--{key}={value}")
+        if options.exclusive:
+            yield "--exclusive"
+        for word in _batch.options_of(options.extra, OWNED, FLAGS):
+            yield directive(word)
+
+    # -- starting
+
+    def launch(self, plan: Plan, order: Order, host: Transport) -> Iterator[Handle]:
+        for step in plan.steps:
+            known = self._find(order, step.nodes, host)
+            job = known or self._submit(step.argv, order, host)
+            yield Handle(job, step.nodes, {"clusters": order.options.clusters, "folder": str(order.folder)})
+
+    def _find(self, order: Order, nodes: Sequence[str], host: Transport) -> str | None:
+        """A job of ours that an interrupted `up` submitted and could not write down."""
+        suffix = "" if nodes[0] == "head" else f"-{nodes[0]}"
+        wanted = f"heliostat:{order.config['mark']}{suffix}"
+        done = _batch.ask(host, ["squeue", "--me", "--noheader", "--format=%i|%k"])
+        if done.code:
+            return None
+        return next(
+            (
+                job
+                for job, _, comment in (line.partition("|") for line in done.out.splitlines())
+                if comment == wanted
+            ),
+            None,
+        )
+
+    def _submit(self, argv: Sequence[str], order: Order, host: Transport) -> str:
+        done = _batch.retry(lambda: _batch.ask(host, argv), PASSING)
+        if done.code == 0:
+            return done.out.strip().splitlines()[-1].partition(";")[0]
+        raise _explained(done, order, host)
+
+    # -- looking
+
+    def observe(self, handles: Sequence[Handle], host: Transport) -> dict[str, Observation]:
+        try:
+            done = _batch.ask(host, _squeue(handles, "--format=%i|%T|%r|%S|%N"))
+        except HeliostatError as error:
+            return {
+                h.native_id: Observation(N.UNKNOWN, f"SLURM does not answer: {error.because}")
+                for h in handles
+            }
+        if done.code and not GONE_ID.search(done.err):
+            words = done.err.strip().splitlines()
+            return {
+                h.native_id: Observation(N.UNKNOWN, f"SLURM does not answer: {words[-1] if words else ''}")
+                for h in handles
+            }
+        seen = {h.native_id: Observation(N.GONE, "SLURM has forgotten the job") for h in handles}
+        for line in done.out.splitlines():
+            job, state, reason, start, nodes = (line.strip().split("|", 4) + [""] * 5)[:5]
+            if job in seen:
+                seen[job] = _observation(state, reason, start, nodes)
+        return seen
+
+    def cancel(self, handles: Sequence[Handle], host: Transport, *, now: bool = False) -> None:
+        """Tells the first node's agent, which ends all in order; what is still there after that is cancelled hard."""
+        living = self._living(handles, host)
+        running = (
+            [h.native_id for h in living if self.observe([h], host)[h.native_id].state is N.ALLOCATED]
+            if living
+            else []
+        )
+        waiting = [h.native_id for h in living if h.native_id not in running]
+        if waiting:
+            _batch.retry(lambda: _batch.ask(host, ["scancel", *waiting]), PASSING)
+        if running and not now:
+            _batch.retry(lambda: _batch.ask(host, ["scancel", "--batch", "--signal=TERM", *running]), PASSING)
+            if self._gone(handles, host, 60):
+                return
+        if running:
+            _batch.retry(lambda: _batch.ask(host, ["scancel", *running]), PASSING)
+        if not self._gone(handles, host, 120):
+            left = ", ".join(h.native_id for h in self._living(handles, host))
+            raise HeliostatError(
+                "some jobs could not be ended", because=f"still in the queue: {left}", hint=f"scancel {left}"
+            )
+
+    def _living(self, handles: Sequence[Handle], host: Transport) -> list[Handle]:
+        seen = self.observe(handles, host) if handles else {}
+        return [h for h in handles if seen[h.native_id].state is not N.GONE]
+
+    def _gone(self, handles: Sequence[Handle], host: Transport, seconds: float) -> bool:
+        deadline, pause = time.monotonic() + seconds, 0.2
+        while self._living(handles, host):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(pause)
+            pause = min(2.0, pause * 1.3)
+        return True
+
+    def reach(self, handle: Handle, host: Transport) -> Transport:
+        return _batch.ThroughHub(host, Path(handle.detail["folder"]))
+
+
+def partitions(text: str) -> dict[str, dict[str, Any]]:
+    """sinfo's lines, one a partition and kind of node -> what each partition has."""
+    found: dict[str, dict[str, Any]] = {}
+    for line in text.splitlines():
+        fields = line.strip().split("|")
+        if len(fields) != 7:
+            continue
+        name, up, limit, nodes, cpus, memory, gres = fields
+        kind = f"{nodes} x {cpus} CPUs, {memory} MB" + (f", {gres}" if gres not in ("(null)", "") else "")
+        entry = found.setdefault(
+            name.rstrip("*"),
+            {
+                "default": name.endswith("*"),
+                "up": up == "up",
+                "time_s": _limit(limit),
+                "nodes": 0,
+                "kinds": [],
+            },
+        )
+        entry["nodes"] += int(nodes) if nodes.isdigit() else 0
+        entry["kinds"].append(kind)
+    return found
+
+
+def _limit(text: str) -> int | None:
+    from heliostat.units import parse_duration
+
+    try:
+        return parse_duration(text)
+    except ValueError:
+        return None  # infinite
+
+
+def check_fits(order: Order, limit: int | None) -> int | None:
+    """Refuses what the partition can never run, before anything is asked for. The partition's time limit, if any."""
+    known = order.facts.get("partitions")
+    if not known:
+        return None
+    wanted = _partition(order.options)
+    if wanted is None:
+        wanted = next((name for name, entry in known.items() if entry["default"]), None)
+    if wanted is None or "," in wanted:
+        return None
+    if wanted not in known:
+        raise UsageError(f"there is no partition `{wanted}`", because=f"partitions here: {', '.join(known)}")
+    entry = known[wanted]
+    others = [name for name, e in known.items() if e["up"] and e["nodes"] >= len(order.members)]
+    if not entry["up"]:
+        raise UsageError(
+            f"the partition `{wanted}` is down", hint=f"partitions that are up: {', '.join(others)}"
+        )
+    if len(order.members) > entry["nodes"]:
+        raise UsageError(
+            f"the partition `{wanted}` has {entry['nodes']} nodes, {len(order.members)} are asked for",
+            because="; ".join(entry["kinds"]),
+            hint=f"--nodes {entry['nodes']}" + (f", or --partition={others[0]}" if others else ""),
+        )
+    most: int | None = entry["time_s"]
+    if limit is not None and most is not None and limit > most:
+        longer = [n for n in others if (known[n]["time_s"] or limit) >= limit]
+        raise UsageError(
+            f"the partition `{wanted}` lets a job run {format_duration(most)} at most",
+            because=f"{format_duration(limit)} are asked for",
+            hint=f"--time {most // 60}m" + (f", or --partition={longer[0]}" if longer else ""),
+        )
+    return most
+
+
+def _partition(options: Options) -> str | None:
+    """The partition that the person named, in the table or among the options for sbatch."""
+    words = _batch.options_of(options.extra, OWNED, FLAGS)
+    named = [
+        w.partition("=")[2] if w.startswith("--") else w[2:]
+        for w in words
+        if w.startswith(("--partition=", "-p"))
+    ]
+    return named[-1] if named else options.partition
+
+
+def _with_config(order: Order, more: dict[str, object]) -> Order:
+    from dataclasses import replace
+
+    return replace(order, config={**order.config, **more})
+
+
+def _minutes(seconds: int) -> str:
+    """SLURM counts whole minutes: rounded up."""
+    return str(-(-seconds // 60))
+
+
+def _squeue(handles: Sequence[Handle], *more: str) -> list[str]:
+    clusters = {str(h.detail["clusters"]) for h in handles if h.detail.get("clusters")}
+    where = [f"--clusters={','.join(sorted(clusters))}"] if clusters else []
+    return [
+        "squeue",
+        "--noheader",
+        "--states=all",
+        *where,
+        f"--jobs={','.join(h.native_id for h in handles)}",
+        *more,
+    ]
+
+
+def _observation(state: str, reason: str, start: str, nodes: str) -> Observation:
+    word = state.partition(" ")[0]
+    if word == "PENDING":
+        return _pending(reason, start)
+    known = STATES.get(word)
+    if known is None:
+        return Observation(N.UNKNOWN, f"SLURM says {state}", state)
+    if known is N.GONE:
+        return Observation(
+            N.GONE,
+            {"TIMEOUT": "the time limit was reached", "CANCELLED": "the job was cancelled"}.get(
+                word, f"SLURM says {word}"
+            ),
+            word,
+        )
+    return Observation(known, "" if known is N.ALLOCATED else f"SLURM says {word}", word)
+
+
+def _pending(reason: str, start: str) -> Observation:
+    if NEVER.get(reason):
+        return Observation(N.FAILED, f"it can never run: {NEVER[reason]} ({reason})", reason)
+    words = WAITING.get(reason, reason)
+    expected = f", expected to start {start.replace('T', ' ')}" if start not in ("", "N/A") else ""
+    return Observation(N.QUEUED, f"{words} ({reason}){expected}", reason)
+
+
+def _explained(done: object, order: Order, host: Transport) -> HeliostatError:
+    """sbatch's refusal, with what would have worked."""
+    from heliostat.transport import Completed
+
+    assert isinstance(done, Completed)
+    text = done.err.lower()
+    hint = "heliostat up --dry-run shows the script"
+    if "invalid partition" in text:
+        hint = f"partitions here: {_names(host, ['sinfo', '--noheader', '--format=%R'])}"
+    elif "account" in text:
+        hint = f"your accounts: {_names(host, ['sacctmgr', '--noheader', '--parsable2', 'show', 'associations', 'format=account', 'where', 'user=' + _me(host)])}"
+    elif "time limit" in text:
+        hint = f"limits: {_names(host, ['sinfo', '--noheader', '--format=%R %l'])}"
+    elif "node configuration" in text or "node count" in text:
+        hint = f"what there is (nodes, CPUs, MB, GPUs): {_names(host, ['sinfo', '--noheader', '--format=%R %D %c %m %G'])}"
+    elif "qos" in text:
+        hint = "ask `sacctmgr show qos`, or your site, which QOS you may use"
+    return _batch.refused(done, f"SLURM did not take the job of `{order.spec.cluster_name}`", hint)
+
+
+def _me(host: Transport) -> str:
+    return host.run(["id", "-un"], timeout=10).out.strip()
+
+
+def _names(host: Transport, argv: Sequence[str]) -> str:
+    try:
+        done = host.run(list(argv), timeout=20)
+    except HeliostatError:
+        return "unknown"
+    names = dict.fromkeys(line.strip() for line in done.out.splitlines() if line.strip())
+    return "; ".join(names)[:300] or "none that we may see"
+
+
+def checks(host: Transport) -> list[Check]:
+    """For `doctor`."""
+    found = []
+    for program in ("sbatch", "squeue", "scancel", "srun", "sinfo"):
+        try:
+            done = host.run([program, "--version"], timeout=20)
+            found.append(
+                Check(program, "ok" if done.code == 0 else "fail", (done.out or done.err).strip()[:100])
+            )
+        except HeliostatError as error:
+            found.append(Check(program, "fail", str(error), "run heliostat where SLURM's commands are"))
+    try:
+        began = time.monotonic()
+        done = host.run(["sinfo", "--noheader", "--format=%R %a %l %D %t"], timeout=60)
+        took = format_duration(time.monotonic() - began)
+        lines = "; ".join(done.out.strip().splitlines())[:300]
+        found.append(
+            Check(
+                "slurmctld",
+                "ok" if done.code == 0 else "fail",
+                lines or f"{done.err.strip()[:200]} after {took}",
+            )
+        )
+    except HeliostatError as error:
+        found.append(
+            Check(
+                "slurmctld", "warn", str(error), "a slow controller is waited for; a dead one is the site's"
+            )
+        )
+    return found
+
+
+BACKEND = Slurm()

@@ -1,0 +1,69 @@
+"""`heliostat join`"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+
+from heliostat.cli.native import SiteCommand, command_line
+from heliostat.cli.options import CLUSTER, cluster_options, common, read_config
+from heliostat.cli.output import Output
+from heliostat.cli.run import script_command
+from heliostat.jobs import Jobs
+from heliostat.lifecycle import Lifecycle
+from heliostat.script import quote
+from heliostat.units import count
+
+# of the cluster itself, not of nodes that join it
+NOT_FOR_GUESTS = ("name", "nodes", "min_nodes", "groups", "time", "head", "hosts", "idle", "autoscale")
+
+
+@click.command(cls=SiteCommand)
+@click.argument("cluster", type=CLUSTER)
+@click.option("--detach", is_flag=True, help="return once it is asked for")
+@cluster_options
+@common
+@click.argument("words", metavar="[SCRIPT.py [ARGS…]]", nargs=-1, type=click.UNPROCESSED)
+@click.pass_obj
+def command(
+    out: Output,
+    /,
+    cluster: str,
+    words: tuple[str, ...],
+    detach: bool,
+    file: Path | None,
+    dry_run: bool,
+    **values: Any,
+) -> int | None:
+    """Adds nodes to a running cluster as a job of their own. CLUSTER may be the head's job id.
+
+    With a script: it runs on the first of them when all are there, and they leave when it ends."""
+    life = Lifecycle(emit=out.emit)
+    record = life.store.open(cluster).record()
+    name = record.name
+    work = command_line()
+    argv = script_command(tuple(work)) if work else None
+    base = {key: value for key, value in record.spec.items() if key not in NOT_FOR_GUESTS}
+    config = read_config({**values, "on": record.site, "name": name}, file, base=base)
+    what = {"argv": argv, "cwd": os.getcwd(), "text": quote(argv)} if argv else None
+    if dry_run:
+        from heliostat.cli.dryrun import show
+
+        show(out, life, config, what)
+        return None
+    guest, code = Jobs(life).join(name, config.spec, what, out.raw, wait=not detach)
+    nodes = count(config.spec.nodes, "node")
+    if out.json:
+        out.document(
+            {"cluster": name, "join": guest, "nodes": config.spec.nodes, "exit_code": code if argv else None}
+        )
+    elif detach:
+        out.data(guest)
+        out.say(f"heliostat logs {name} {guest} -f") if argv else None
+    elif not argv:
+        out.say(f"{nodes} joined `{name}` as `{guest}`")
+        out.data(guest)
+    return code

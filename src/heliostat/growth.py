@@ -1,0 +1,167 @@
+"""A running cluster gets more nodes, or fewer: `scale` for its own workers, `join` for nodes with a job of their own."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from heliostat import backends, planning
+from heliostat.backends.base import Handle
+from heliostat.errors import HeliostatError, UsageError
+from heliostat.events import Event
+from heliostat.lifecycle import POLL_S, Lifecycle, View, make_move
+from heliostat.spec import ClusterSpec, Member, worker_members
+from heliostat.states import TERMINAL, NodeState
+from heliostat.store import ClusterFolder, NodeRecord, Record
+from heliostat.units import count
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+N = NodeState
+LEAVE_S = 120.0  # draining takes 20 s at most, a slow scheduler a little longer
+
+
+def scale(life: Lifecycle, name: str, workers: int) -> View:
+    """So many worker nodes, now. New ones come; of the old ones the last go, after their work is drained."""
+    view = life.find(name)
+    life.must_be_up(view)
+    folder, spec = view.folder, planning.spec_of(view.record)
+    if spec.groups:
+        raise UsageError(
+            f"`{name}` has groups of nodes", because="say which group in the file, and `up` again"
+        )
+    wanted = {m.name: m for m in worker_members(spec, workers)}
+    with folder.lock():
+        record = folder.record()
+        own = [n for n in record.nodes.values() if n.role == "worker" and not n.guest]
+        leaving = [n for n in own if n.name not in wanted and n.state not in TERMINAL]
+        for node in leaving:
+            folder.append(make_move(node, N.STOPPING, "scaled down"))
+        for node in own:
+            if node.name not in wanted and node not in leaving:
+                del record.nodes[node.name]
+        for member in wanted.values():
+            record.nodes.setdefault(member.name, NodeRecord(member.name, member.role, since=time.time()))
+        record.spec = {**record.spec, "nodes": workers + 1}
+        if (record.spec.get("min_nodes") or 0) > workers + 1:
+            record.spec["min_nodes"] = workers + 1
+        folder.append({"at": time.time(), "kind": "note", "text": f"scaled to {workers} workers"})
+        folder.save(record)
+    if leaving:
+        life.emit(Event("note", f"draining {count(len(leaving), 'node')}"))
+        _let_go(life, folder, record, [node.name for node in leaving])
+    life.launch_missing(folder)
+    return life.settle(folder)
+
+
+def _let_go(life: Lifecycle, folder: ClusterFolder, record: Record, names: Sequence[str]) -> None:
+    """Drains these nodes and ends them. A job whose other nodes stay is not cancelled: the head tells its nodes."""
+    mine = [Handle.from_json(h) for h in record.handles if set(h["nodes"]) & set(names)]
+    whole = [h for h in mine if set(h.nodes) <= set(names)]
+    for node in names:
+        if not any(node in h.nodes for h in whole):
+            folder.ask({"do": "leave", "node": node, "reason": "scaled down"})
+    if whole:
+        backends.load(record.site).cancel(whole, life.host)
+    deadline = time.monotonic() + LEAVE_S
+    while True:
+        view = life.look(folder)
+        left = [n for n in names if n in view.record.nodes and view.record.nodes[n].state not in TERMINAL]
+        if not left:
+            break
+        if time.monotonic() > deadline:
+            raise HeliostatError(
+                f"`{record.name}` could not let go of all nodes", because=f"still there: {', '.join(left)}"
+            )
+        time.sleep(POLL_S)
+    with folder.lock():
+        record = folder.record()
+        for node in names:
+            record.nodes.pop(node, None)
+        gone = {h.native_id for h in whole}
+        record.handles = [h for h in record.handles if h["native_id"] not in gone]
+        folder.save(record)
+
+
+def join(life: Lifecycle, name: str, spec: ClusterSpec, command: dict[str, Any] | None) -> tuple[View, str]:
+    """Adds `spec.nodes` nodes to a running cluster as a job of their own: (the cluster, the join's id).
+
+    With a command: it runs on the first of them when all are alive, and they leave when it ends."""
+    view = life.find(name)
+    life.must_be_up(view)
+    folder = view.folder
+    with folder.lock():
+        record = folder.record()
+        record.joins += 1
+        record.launches += 1
+        guest = f"j{record.joins}"
+        nodes = [
+            _guest(member, f"{guest}-{i}") for i, member in enumerate(worker_members(spec, spec.nodes), 1)
+        ]
+        work = {**command, "id": guest, "on": nodes[0].name} if command else None
+        order, plan = planning.plan(folder, spec, nodes, record.id, work, record.launches, life.host)
+        for node in nodes:
+            record.nodes[node.name] = NodeRecord(
+                node.name, "worker", since=time.time(), guest=guest, launch=1
+            )
+        text = f"{guest} joins with {count(len(nodes), 'node')}" + (
+            f" to run {command['text']}" if command else ""
+        )
+        folder.append({"at": time.time(), "kind": "note", "text": text})
+        if command:
+            record.jobs.append({"id": guest, "entrypoint": command["text"], "submitted": time.time()})
+        folder.save(record)
+        life.launch(folder, record, order, plan)
+    return life.look(folder), guest
+
+
+def _guest(member: Member, name: str) -> Member:
+    return member.model_copy(update={"name": name})
+
+
+def settle_join(life: Lifecycle, folder: ClusterFolder, guest: str) -> View:
+    """Until the nodes of this join are alive, or their command has begun."""
+    while True:
+        view = life.look(folder)
+        nodes = [n for n in view.record.nodes.values() if n.guest == guest]
+        job = job_of(view, guest)
+        if job.get("started") or (nodes and all(n.state is N.READY for n in nodes)):
+            return view
+        bad = [n for n in nodes if n.state in TERMINAL]
+        if bad or not nodes or view.address is None:
+            reason = "; ".join(f"{n.name}: {n.reason}" for n in bad) or "its nodes are gone"
+            leave(life, folder, guest)
+            raise HeliostatError(
+                f"the nodes of `{guest}` did not join `{view.record.name}`",
+                because=reason[:400],
+                saw=f"log: {folder.logs / (bad[0].name if bad else guest)}",
+                hint=f"heliostat logs {view.record.name} {bad[0].name if bad else ''}".strip(),
+            )
+        waiting = ", ".join(
+            f"{n.name} {str(n.state).lower()}" + (f" ({n.reason})" if n.reason else "") for n in nodes
+        )
+        life.emit(Event("progress", waiting))
+        time.sleep(POLL_S)
+
+
+def job_of(view: View, guest: str) -> dict[str, Any]:
+    """What is known of the command of a join."""
+    return dict(((view.live.get("nodes") or {}).get(f"{guest}-1") or {}).get("job") or {})
+
+
+def leave(life: Lifecycle, folder: ClusterFolder, guest: str) -> None:
+    """The nodes of this join leave, after their work is drained."""
+    record = folder.record()
+    names = [n.name for n in record.nodes.values() if n.guest == guest]
+    if names:
+        _let_go(life, folder, record, names)
+
+
+def wait_gone(life: Lifecycle, folder: ClusterFolder, guest: str) -> None:
+    """Its command has ended and its nodes leave by themselves: wait for that; what does not leave is made to."""
+    deadline = time.monotonic() + LEAVE_S
+    while any(n.guest == guest for n in life.look(folder).record.nodes.values()):
+        if time.monotonic() > deadline:
+            return leave(life, folder, guest)
+        time.sleep(POLL_S)
