@@ -102,6 +102,7 @@ class Options:
     constraint: str | None = field(default=None, metadata={"help": "features that the nodes must have"})
     gres: str | None = field(default=None, metadata={"help": "generic resources a node, e.g. gpu:a100:4"})
     clusters: str | None = field(default=None, metadata={"help": "which of several SLURM clusters"})
+    via: str | None = field(default=None, metadata={"help": "user@login: SLURM's commands run there, over ssh"})
     grace: str | int = field(
         default="60s", metadata={"help": "how long before the time limit the work is told"}
     )
@@ -139,6 +140,8 @@ class Slurm:
         from heliostat.units import parse_duration
 
         spec, options = order.spec, order.options
+        if options.via:
+            raise UsageError("`slurm.via` is not built yet", hint="run heliostat on the login node")
         limit = spec.time or (parse_duration(options.time) if options.time is not None else None)
         most = check_fits(order, limit)
         if limit is None and not order.config["command"] and order.members[0].role == "head":
