@@ -18,6 +18,7 @@ from typing import Any
 import hypothesis
 import pytest
 
+import lab
 import leaks
 
 HERE = Path(__file__).parent
@@ -73,6 +74,7 @@ PARTIES: dict[str, tuple[str, Callable[[], str | None]]] = {
         lambda: _root() or _programs("useradd", "userdel", "runuser"),
     ),
     "tmpfs": ("a tmpfs can be mounted", _tmpfs),
+    "slurm": ("a lab with a real Slurm can be made", lab.missing),
 }
 
 

@@ -103,7 +103,7 @@ def join(life: Lifecycle, name: str, spec: ClusterSpec, command: dict[str, Any] 
         order, plan = planning.plan(folder, spec, nodes, record.id, work, record.launches, life.host)
         for node in nodes:
             record.nodes[node.name] = NodeRecord(
-                node.name, "worker", since=time.time(), guest=guest, launch=1
+                node.name, "worker", since=time.time(), guest=guest, launch=record.launches
             )
         text = f"{guest} joins with {count(len(nodes), 'node')}" + (
             f" to run {command['text']}" if command else ""

@@ -168,7 +168,9 @@ class Lifecycle:
         alone = not any(h["native_id"] == node.handle and len(h["nodes"]) > 1 for h in record.handles)
         state, reason, since = judge(node, observation, told, words, wanted, alone)
         if state is N.FAILED and not words:  # what failed came before our agent
-            reason = self._last_line(folder.logs / node.name / "agent.log") or reason
+            # a batch job's own log is named by its id
+            logs = (folder.logs / node.name / "agent.log", *folder.logs.glob(f"*-{node.handle}.out"))
+            reason = next(filter(None, map(self._last_line, logs)), reason)
         if state is N.ALLOCATED and node.state not in (N.REQUESTED, N.QUEUED, N.UNKNOWN):
             return None  # it runs, and nobody can tell more at this moment
         if node.state is N.STOPPING and state not in TERMINAL and state is not N.UNKNOWN:
@@ -455,10 +457,11 @@ class Lifecycle:
 
     def _failed(self, view: View, node: NodeRecord) -> HeliostatError:
         hint = _advice(node.reason, view.record)
+        place = self.store.past_place(view.record) / "logs"
         return HeliostatError(
             f"the cluster `{view.record.name}` did not start",
             because=node.reason or "its head ended",
-            saw=f"log: {self.store.past_place(view.record) / 'logs' / node.name}",
+            saw=f"log: {place / node.name if (view.folder.logs / node.name).is_dir() else place}",
             hint=hint,
         )
 
@@ -529,10 +532,14 @@ class Lifecycle:
         try:
             record, written = self._ask_for_end(folder, reason)
             self.emit(Event("note", f"stopping {count(len(record.nodes), 'node')} of `{record.name}`"))
+            backend = backends.load(record.site)
+            handles = [Handle.from_json(h) for h in record.handles]
+            if any(node.handle is None for node in record.nodes.values()):
+                known, table = {h.native_id for h in handles}, record.spec.get(record.site) or {}
+                strays = backend.strays(record.id, table, self.host)
+                handles += [h for h in strays if h.native_id not in known]
             try:
-                backends.load(record.site).cancel(
-                    [Handle.from_json(h) for h in record.handles], self.host, now=now
-                )
+                backend.cancel(handles, self.host, now=now)
             except HeliostatError:
                 folder.record()  # raises when another command has put it into the history meanwhile
                 raise

@@ -73,7 +73,7 @@ def sbatch():
     text = script.read_text()
     said = dict(re.findall(r"^#SBATCH --([a-z-]+)=(.*)$", text, re.M))
     number = str(1 + max((int(path.stem) for path in JOBS.glob("*.json")), default=0))
-    output = said["output"].strip('"').replace("%j", number)
+    output = said["output"].strip('"').replace("%j", number).replace("%%", "%")
     env = {**os.environ, "SLURM_JOB_ID": number}
     with open(output, "ab") as out:
         process = subprocess.Popen(
@@ -120,7 +120,7 @@ def sinfo():
 def srun():
     count = int(options("ntasks")[0])
     command = sys.argv[[i for i, word in enumerate(sys.argv) if i and not word.startswith("-")][0] :]
-    text = sys.stdin.buffer.read()
+    text = sys.stdin.buffer.read()  # --input=all: each task gets a copy
     tasks = []
     for rank in range(count):
         task = subprocess.Popen(command, stdin=subprocess.PIPE, env={**os.environ, "SLURM_PROCID": str(rank)})
@@ -133,6 +133,8 @@ def srun():
 if __name__ == "__main__":
     JOBS.mkdir(parents=True, exist_ok=True)
     name = Path(sys.argv[0]).name
+    if "--version" in sys.argv:
+        sys.exit(print("slurm-wlm 22.05.8"))
     if name == "srun":
         srun()
     with open(JOBS / "lock", "w") as lock:

@@ -13,6 +13,7 @@ import glob
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 
@@ -33,8 +34,18 @@ def write(path, value):
     os.replace(temporary, path)
 
 
+def mine(config):
+    """Our part of a batch job's config, as the real agent takes it."""
+    if "members" not in config:
+        return config
+    first = config["others"] is not None or len(config["members"]) == 1
+    place = 0 if first else int(os.environ[config["rank"]]) + 1
+    return {**config, **config["members"][place], "whole": config}
+
+
 class Node:
     def __init__(self, config):
+        self.step = None
         self.config, self.name, self.folder = config, config["node"], config["folder"]
         self.world = os.environ["CONTRACT_WORLD"]
         self.status, self.table, self.told = {}, None, False
@@ -83,6 +94,41 @@ class Node:
     def stop(self, *_):
         self.told = True
 
+    def start_others(self):
+        """In a batch job the first node starts the agents of the rest, in one step."""
+        if self.config.get("others"):
+            self.step = subprocess.Popen(self.config["others"], stdin=subprocess.PIPE)
+            self.step.stdin.write(json.dumps({**self.config["whole"], "others": None}).encode())
+            self.step.stdin.close()
+
+    def tell(self, *names):
+        """These end; the real ones hear it through the hub."""
+        for name in names:
+            try:
+                with open(os.path.join(self.folder, "nodes", name + ".json")) as stream:
+                    words = json.load(stream)
+            except OSError:
+                continue
+            if name != self.name and start_time(words["pid"]) == words["start"]:
+                os.kill(words["pid"], signal.SIGTERM)
+
+    def read_requests(self):
+        for path in glob.glob(os.path.join(self.folder, "requests", "*.json")):
+            with open(path) as stream:
+                request = json.load(stream)
+            os.unlink(path)
+            if request["do"] == "leave":
+                self.tell(request["node"])
+
+    def end_others(self):
+        """Who came with us leaves with us, and everybody with the head."""
+        if self.step is None:
+            return
+        deadline = time.monotonic() + 5  # a stubborn one ends with the job
+        while self.step.poll() is None and time.monotonic() < deadline:
+            self.tell(*[member["node"] for member in self.config["members"]])
+            time.sleep(0.05)
+
     def run(self):
         how = self.how()
         with open(os.path.join(self.world, "starts"), "a") as stream:
@@ -93,6 +139,7 @@ class Node:
         self.move("STARTING")
         if how == "refuse":
             return self.end("FAILED", "no Ray in the environment of this test")
+        self.start_others()
         while (
             how == "hold"
             and not self.told
@@ -103,12 +150,17 @@ class Node:
         if not self.told:
             if self.config["role"] == "head":
                 env = {"RAY_ADDRESS": "127.0.0.2:6379", "RAY_AUTH_MODE": "token"}
+                place = {"id": self.config["id"], "ip": "127.0.0.2", "gcs": 6379, "hub": 1}
+                write(os.path.join(self.folder, "head.json"), place)
                 write(connection, {"address": "127.0.0.2:6379", "dashboard_port": 1, "ray": "0", "env": env})
             self.move("READY")
         while not self.told:
             time.sleep(0.02)
             self.gather()
+            if self.config["role"] == "head":
+                self.read_requests()
         self.move("STOPPING", "told to stop")
+        self.end_others()
         if how == "mute":
             time.sleep(0.2)  # the head hears this
             os._exit(0)
@@ -130,4 +182,4 @@ if __name__ == "__main__":
     text = sys.stdin.read()
     if not text:
         sys.exit(1)  # whoever started us is gone
-    print(json.dumps(Node(json.loads(text)).run()))
+    print(json.dumps(Node(mine(json.loads(text))).run()))

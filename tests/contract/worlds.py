@@ -14,17 +14,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
-from heliostat import planning
+from heliostat import growth, planning
 from heliostat.agent import processes
+from heliostat.backends import slurm
 from heliostat.backends.base import Handle
 from heliostat.errors import HeliostatError
 from heliostat.events import Event
-from heliostat.lifecycle import Lifecycle
+from heliostat.lifecycle import Lifecycle, View
 from heliostat.spec import ClusterSpec
 from heliostat.store import ClusterFolder, Record, Store
 from heliostat.transport import Completed, Local, Spawned
 
 STUB = Path(__file__).parent / "stub_agent.py"
+FAKE_SLURM = Path(__file__).parent / "fake_slurm.py"
 PATIENCE_S = 60.0
 
 
@@ -40,6 +42,9 @@ class World(Protocol):
     """What the suite asks of a site's world."""
 
     site: ClassVar[str]
+    together: ClassVar[bool]  # the nodes that are asked for at once have one handle, and share its fate
+    orphans_end: ClassVar[bool]  # what was launched and not put on record ends by itself; else it is found again
+    refusal: ClassVar[str]  # the other party's words for no
     store: Store
     calls: int  # programs that were run on the other party's side, or by it
 
@@ -50,6 +55,10 @@ class World(Protocol):
         ...
 
     def life(self, emit: Callable[[Event], None] = ...) -> Lifecycle: ...
+
+    def apart(self, nodes: int) -> View:
+        """So many nodes of `lab` are up, each with a handle of its own."""
+        ...
 
     def behave(self, **nodes: str) -> None:
         """node -> a word of stub_agent.py, for those that start from now on."""
@@ -99,7 +108,7 @@ class Counting(Local):
     def spawn(self, argv: Sequence[str], **options: Any) -> Spawned:
         self.world.launched += 1
         if self.world.launched == self.world.no_launch:
-            raise HeliostatError(f"could not start `{argv[0]}`", because="Resource temporarily unavailable")
+            raise HeliostatError(f"could not start `{argv[0]}`", because=self.world.refusal)
         return super().spawn(argv, **options)
 
 
@@ -107,6 +116,9 @@ class LocalWorld:
     """This computer, with the stub in the place of the agent."""
 
     site: ClassVar[str] = "local"
+    together: ClassVar[bool] = False
+    orphans_end: ClassVar[bool] = True
+    refusal: ClassVar[str] = "Resource temporarily unavailable"
 
     def __init__(self, home: Path, folder: Path) -> None:
         self.store, self.folder = Store(home), folder
@@ -120,6 +132,9 @@ class LocalWorld:
 
     def life(self, emit: Callable[[Event], None] = lambda event: None) -> Lifecycle:
         return Lifecycle(self.store, emit, Counting(self))
+
+    def apart(self, nodes: int) -> View:
+        return self.life().up(self.spec(nodes=nodes))
 
     def behave(self, **nodes: str) -> None:
         (self.folder / "behaviour.json").write_text(json.dumps(nodes))
@@ -146,6 +161,9 @@ class LocalWorld:
         path = self.folder / "starts"
         return path.read_text().split() if path.exists() else []
 
+    def is_ours(self, words: bytes) -> bool:
+        return words.endswith((b"script.sh", b"node"))
+
     def running(self) -> list[str]:
         needle = os.fsencode(f"CONTRACT_WORLD={self.folder}") + b"\0"
         found = []
@@ -154,12 +172,61 @@ class LocalWorld:
                 environ, words = path.read_bytes(), (path.parent / "cmdline").read_bytes()
             except OSError:
                 continue
-            if needle in environ and words.rstrip(b"\0").endswith((b"script.sh", b"node")):
+            if needle in environ and self.is_ours(words.rstrip(b"\0")):
                 found.append(f"{path.parent.name}: {words.decode()}")
         return found
 
 
-WORLDS: dict[str, type[World]] = {world.site: world for world in (LocalWorld,)}
+class SlurmWorld(LocalWorld):
+    """A SLURM that keeps its jobs in a folder; each job is a process group of this computer."""
+
+    site: ClassVar[str] = "slurm"
+    together: ClassVar[bool] = True
+    orphans_end: ClassVar[bool] = False
+    refusal: ClassVar[str] = "Requested node configuration is not available"
+    patience: ClassVar[tuple[float, float]] = (slurm.END_S, slurm.CANCEL_S)
+
+    def __init__(self, home: Path, folder: Path) -> None:
+        super().__init__(home, folder)
+        programs = folder / "bin"
+        programs.mkdir(exist_ok=True)
+        for name in ("sbatch", "squeue", "scancel", "sinfo", "srun"):
+            text = FAKE_SLURM.read_text().partition("\n")[2]
+            (programs / name).write_text(f"#!{sys.executable} -S\n{text}")
+            (programs / name).chmod(0o700)
+        os.environ["PATH"] = f"{programs}:{os.environ['PATH']}"
+        for name in ("refuse-launch", "refuse-cancel"):
+            (folder / name).unlink(missing_ok=True)
+        slurm.END_S, slurm.CANCEL_S = self.patience
+
+    def apart(self, nodes: int) -> View:
+        view = self.life().up(self.spec(nodes=1))
+        for workers in range(1, nodes):
+            view = growth.scale(self.life(), "lab", workers)
+        return view
+
+    def kill(self, record: Record, node: str) -> None:
+        """As a real one: the end of the job's first node ends the job."""
+        words = json.loads((self.store.clusters / record.name / "nodes" / f"{node}.json").read_text())
+        if processes.alive(words["pid"], words["start"]):
+            os.kill(words["pid"], signal.SIGKILL)
+        until(lambda: not processes.alive(words["pid"], words["start"]), f"{node} is dead")
+
+    def refuse_launch(self, number: int) -> None:
+        (self.folder / "refuse-launch").write_text(str(number))
+
+    def refuse_cancel(self) -> None:
+        (self.folder / "refuse-cancel").touch()
+        slurm.END_S = slurm.CANCEL_S = 0.5
+
+    def stranger(self) -> Handle:
+        return Handle("4711", ("head",), {"clusters": None, "folder": str(self.folder)})
+
+    def is_ours(self, words: bytes) -> bool:
+        return words.endswith((b".sh", b"node")) and b"/srun\0" not in words
+
+
+WORLDS: dict[str, type[World]] = {world.site: world for world in (LocalWorld, SlurmWorld)}
 
 
 def die(stage: str) -> None:
@@ -177,7 +244,7 @@ def die(stage: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     if stage == "before anything is launched":
-        Lifecycle._launch_missing = dying_launch  # type: ignore[method-assign]
+        Lifecycle.launch_missing = dying_launch  # type: ignore[method-assign]
     else:
         ClusterFolder.save = dying_save  # type: ignore[method-assign]
 

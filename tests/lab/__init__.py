@@ -70,21 +70,38 @@ class Lab:
         self._lab("down")
         shutil.rmtree(ROOT, ignore_errors=True)
 
-    def run(self, *argv: str, host: str = "ctl", user: str = USER, timeout: float = 300, input: str | None = None) -> Done:
+    def run(
+        self, *argv: str, host: str = "ctl", user: str = USER, timeout: float = 300, input: str | None = None
+    ) -> Done:
         """As a user on a host, in their home."""
         shell = 'cd; exec "$@"'
         return self._lab("as", user, host, "bash", "-c", shell, "bash", *argv, timeout=timeout, input=input)
 
-    def heliostat(self, *words: str, timeout: float = 300, env: dict[str, str] | None = None, user: str = USER) -> Done:
-        return self.run("env", *self.variables(env), sys.executable, "-m", "heliostat", *words, timeout=timeout, user=user)
+    def heliostat(
+        self, *words: str, timeout: float = 300, env: dict[str, str] | None = None, user: str = USER
+    ) -> Done:
+        return self.run(
+            "env", *self.variables(env), sys.executable, "-m", "heliostat", *words, timeout=timeout, user=user
+        )
 
     def variables(self, env: dict[str, str] | None = None) -> list[str]:
-        tag = {"HS_TEST_RUN": os.environ.get("HS_TEST_RUN", "lab")}
-        return [f"{key}={value}" for key, value in {**tag, **(env or {})}.items()]
+        ours = {key: os.environ[key] for key in ("HS_TEST_RUN", "PYTHONPATH") if key in os.environ}
+        return [f"{key}={value}" for key, value in {**ours, **(env or {})}.items()]
 
     def start(self, *words: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
         """A heliostat that goes on in the background."""
-        command = [str(SCRIPT), "as", USER, "ctl", "bash", "-c", 'cd; exec "$@"', "bash", "env", *self.variables(env)]
+        command = [
+            str(SCRIPT),
+            "as",
+            USER,
+            "ctl",
+            "bash",
+            "-c",
+            'cd; exec "$@"',
+            "bash",
+            "env",
+            *self.variables(env),
+        ]
         return subprocess.Popen(
             [*command, sys.executable, "-m", "heliostat", *words],
             env=self.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,

@@ -325,14 +325,14 @@ AT = {
     # the folder is being written
     "in the draft": "heliostat.store.write_atomic = kill_at(heliostat.store.write_atomic, 3)",
     # the name is claimed, nothing is started
-    "before the launch": "heliostat.lifecycle.Lifecycle._launch_missing = kill_at(None, 1)",
+    "before the launch": "heliostat.lifecycle.Lifecycle.launch_missing = kill_at(None, 1)",
     # a process waits for its config, and nobody has written down that it exists
     "before the id is on record": "heliostat.store.ClusterFolder.save = kill_at(heliostat.store.ClusterFolder.save, 2)",
     # it is on record, and never gets its config
     "before the agent is told": "heliostat.transport._feed = kill_at(None, 1)",
     # the head has begun, the worker waits
     "between two nodes": "heliostat.transport._feed = kill_at(heliostat.transport._feed, 2)",
-    "while it waits": "heliostat.lifecycle.Lifecycle._settle = kill_at(None, 1)",
+    "while it waits": "heliostat.lifecycle.Lifecycle.settle = kill_at(None, 1)",
 }
 KILLED = """
 import os, signal, sys

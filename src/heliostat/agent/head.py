@@ -230,7 +230,8 @@ class Head(Node):
     def others_failed(self, reason: str) -> None:
         for name in self.others:
             if self.nodes.get(name, {}).get("state") != "READY":
-                self.learn(name, {"state": "FAILED", "reason": reason, "since": time.time()})
+                which = {"launch": self.config.get("launch", 0)}
+                self.learn(name, {"state": "FAILED", "reason": reason, "since": time.time(), **which})
 
     def time_is_up(self) -> None:
         self.background.append(asyncio.ensure_future(self.wind_down("the time limit is near")))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 N = NodeState
 DAY_S = 86400
+END_S = 60.0  # for the agents to end a job in order
+CANCEL_S = 120.0  # for SLURM to end it after that
 
 # every word that a job can be in; an unlisted one is UNKNOWN with the word kept
 STATES = {
@@ -222,17 +224,22 @@ class Slurm:
         """A job of ours that an interrupted `up` submitted and could not write down."""
         suffix = "" if nodes[0] == "head" else f"-{nodes[0]}"
         wanted = f"heliostat:{order.config['mark']}{suffix}"
-        done = _batch.ask(host, ["squeue", "--me", "--noheader", "--format=%i|%k"])
-        if done.code:
-            return None
-        return next(
-            (
-                job
-                for job, _, comment in (line.partition("|") for line in done.out.splitlines())
-                if comment == wanted
-            ),
-            None,
-        )
+        jobs = self._commented(order.options.clusters, host)
+        return next((job for job, comment in jobs if comment == wanted), None)
+
+    def strays(self, mark: str, table: Mapping[str, Any], host: Transport) -> list[Handle]:
+        wanted = f"heliostat:{mark}"
+        jobs = self._commented(table.get("clusters"), host)
+        found = [job for job, comment in jobs if comment == wanted or comment.startswith(wanted + "-")]
+        return [Handle(job, (), {"clusters": table.get("clusters")}) for job in found]
+
+    def _commented(self, clusters: str | None, host: Transport) -> list[tuple[str, str]]:
+        """My jobs in the queue: (id, comment)."""
+        where = [f"--clusters={clusters}"] if clusters else []
+        argv = ["squeue", "--me", "--noheader", "--format=%i|%k", *where]
+        done = _batch.retry(lambda: _batch.ask(host, argv), PASSING)
+        lines = [line.strip().partition("|") for line in done.out.splitlines()] if done.code == 0 else []
+        return [(job, comment) for job, _, comment in lines]
 
     def _submit(self, argv: Sequence[str], order: Order, host: Transport) -> str:
         done = _batch.retry(lambda: _batch.ask(host, argv), PASSING)
@@ -265,22 +272,18 @@ class Slurm:
 
     def cancel(self, handles: Sequence[Handle], host: Transport, *, now: bool = False) -> None:
         """Tells the first node's agent, which ends all in order; what is still there after that is cancelled hard."""
-        living = self._living(handles, host)
-        running = (
-            [h.native_id for h in living if self.observe([h], host)[h.native_id].state is N.ALLOCATED]
-            if living
-            else []
-        )
-        waiting = [h.native_id for h in living if h.native_id not in running]
+        seen = {job: o.state for job, o in self.observe(handles, host).items()} if handles else {}
+        waiting = [job for job, state in seen.items() if state in (N.QUEUED, N.FAILED)]
+        running = [job for job, state in seen.items() if state in (N.ALLOCATED, N.UNKNOWN)]
         if waiting:
             _batch.retry(lambda: _batch.ask(host, ["scancel", *waiting]), PASSING)
         if running and not now:
             _batch.retry(lambda: _batch.ask(host, ["scancel", "--batch", "--signal=TERM", *running]), PASSING)
-            if self._gone(handles, host, 60):
+            if self._gone(handles, host, END_S):
                 return
         if running:
             _batch.retry(lambda: _batch.ask(host, ["scancel", *running]), PASSING)
-        if not self._gone(handles, host, 120):
+        if not self._gone(handles, host, CANCEL_S):
             left = ", ".join(h.native_id for h in self._living(handles, host))
             raise HeliostatError(
                 "some jobs could not be ended", because=f"still in the queue: {left}", hint=f"scancel {left}"
@@ -401,7 +404,7 @@ def _squeue(handles: Sequence[Handle], *more: str) -> list[str]:
         "--noheader",
         "--states=all",
         *where,
-        f"--jobs={','.join(h.native_id for h in handles)}",
+        f"--jobs={','.join(dict.fromkeys(h.native_id for h in handles))}",
         *more,
     ]
 

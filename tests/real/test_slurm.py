@@ -1,0 +1,184 @@
+"""On a real Slurm: three compute nodes, a login node, an ordinary user. One lab for the module."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from lab import Lab, wait_for
+
+pytestmark = [pytest.mark.needs_slurm, pytest.mark.needs_ray]
+
+# the lab's hosts have private /tmp and process tables, which only the lab can see: it looks for leaks itself
+HELLO = """
+import os, socket, sys
+import ray
+ray.init(logging_level="ERROR")
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On
+
+@ray.remote(num_cpus=0)
+def where():
+    return socket.gethostname()
+
+alive = [n for n in ray.nodes() if n["Alive"]]
+hosts = ray.get([where.options(scheduling_strategy=On(n["NodeID"], soft=False)).remote() for n in alive])
+print("nodes", sorted(n["NodeName"] for n in alive))
+print("hosts", sorted(hosts))
+print("args", sys.argv[1:], "cpus", {n["NodeName"]: n["Resources"].get("CPU") for n in alive})
+print("to stderr", file=sys.stderr)
+print("unterminated", end="")
+sys.exit(int(os.environ.get("CODE", "0")))
+"""
+SLOW = """
+import signal, sys, time
+def told(*_):
+    open("told.txt", "w").write("saved")
+    sys.exit(3)
+signal.signal(signal.SIGTERM, told)
+print("begun", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture(scope="module")
+def lab() -> Iterator[Lab]:
+    with Lab(3) as made:
+        made.put("hello.py", HELLO)
+        made.put("slow.py", SLOW)
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(lab: Lab, request: pytest.FixtureRequest) -> Iterator[None]:
+    """After each test: no job in the queue, no process of ours and no folder on any host, no record of a live cluster."""
+    yield
+    clusters = json.loads(lab.heliostat("ls", "--json").out)["clusters"]
+    names = [c["name"] for c in clusters]
+    kept = getattr(request.module, "KEPT", set())
+    assert set(names) <= kept, f"clusters that live on: {names}"
+    if not names:
+        wait_for("an empty queue", lambda: not lab.queue())
+        for host in ("n1", "n2", "n3", "ctl"):
+            wait_for(f"nothing of ours on {host}", lambda host=host: not lab.left_on(host))
+
+
+def ok(done: object) -> object:
+    assert done.rc == 0, f"rc {done.rc}\n{done.out}\n{done.err}"  # type: ignore[attr-defined]
+    return done
+
+
+def test_run_streams_and_releases(lab: Lab) -> None:
+    done = lab.heliostat(
+        "run", "--on", "slurm", "--nodes", "2", "--cpus-per-node", "1", "--time", "10m", "hello.py", "a b", "--x",
+        env={"CODE": "7"},
+    )  # fmt: skip
+    assert done.rc == 7, done.err
+    assert "nodes ['head', 'w1']" in done.out and "hosts ['n1', 'n2']" in done.out
+    assert "args ['a b', '--x'] cpus {'head': 1.0, 'w1': 1.0}" in done.out.replace(
+        "'w1': 1.0, 'head': 1.0", "'head': 1.0, 'w1': 1.0"
+    )
+    assert done.out.endswith("unterminated")
+    assert "to stderr" in done.err and "to stderr" not in done.out
+
+
+def test_dry_run_prints_a_script_that_plain_sbatch_runs(lab: Lab) -> None:
+    done = ok(
+        lab.heliostat(
+            "run", "--on", "slurm", "--nodes", "2", "--dry-run", "--json", "--name", "dry", "hello.py"
+        )
+    )
+    plan = json.loads(done.out)  # type: ignore[attr-defined]
+    script = next(f for f in plan["files"] if f["path"].endswith("script.sh"))
+    assert len(script["text"].splitlines()) < 30
+    assert plan["steps"][0]["argv"][:2] == ["sbatch", "--parsable"]
+    lab.put("dry.sh", script["text"])
+    assert (
+        "allocated" in lab.run("sbatch", "--test-only", "dry.sh").err
+        or "start at" in lab.run("sbatch", "--test-only", "dry.sh").err
+    )
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["--partition=nosuch"], "there is no partition `nosuch`"),
+        (["--partition=shut"], "the partition `shut` is down"),
+        (["--nodes", "9"], "has 3 nodes, 9 are asked for"),
+        (["--time", "2h"], "lets a job run 1h at most"),
+        (["--output=x"], "`--output` is set by Heliostat"),
+        (["--gres=gpu:nosuch:1", "--time", "5m"], "SLURM did not take the job"),
+    ],
+)
+def test_what_can_never_run_is_said_at_once(lab: Lab, words: list[str], said: str) -> None:
+    done = lab.heliostat("up", "--on", "slurm", "--name", "never", *words)
+    assert done.rc in (1, 2) and said in done.err, done.err
+    assert len([line for line in done.err.splitlines() if line]) <= 5
+    assert not lab.queue()
+
+
+def test_a_cluster_that_stays(lab: Lab) -> None:
+    """up, status, jobs, join with a script and without, scale, down: one cluster for all."""
+    global KEPT
+    KEPT = {"stay"}
+    up = ok(
+        lab.heliostat(
+            "up", "--on", "slurm", "--name", "stay", "--nodes", "2", "--cpus-per-node", "1", "--time", "30m"
+        )
+    )
+    assert up.out.strip().count(":") == 1  # type: ignore[attr-defined]
+    status = json.loads(lab.heliostat("status", "stay", "--json").out)
+    assert status["state"] == "ready" and status["time_left_s"] > 600 and status["problem"] == ""
+    assert [n["resources"]["CPU"][1] for n in status["nodes"]] == [1.0, 1.0]
+    job_id = status["nodes"][0]["native_id"]
+    assert json.loads(lab.heliostat("status", job_id, "--json").out)["name"] == "stay"
+
+    env = lab.heliostat("env", "stay").out
+    assert f"export SLURM_JOB_ID={job_id}" in env and "RAY_AUTH_TOKEN_PATH" in env
+    done = lab.heliostat("submit", "stay", "--wait", "--", "hostname; exit 5")
+    assert done.rc == 5 and "n1" in done.out
+
+    done = ok(lab.heliostat("join", job_id, "--nodes", "2", "--time=10m", "hello.py", "seed=1"))
+    assert "nodes ['head', 'j1-1', 'j1-2', 'w1']" in done.out and "args ['seed=1']" in done.out  # type: ignore[attr-defined]
+    assert [n["name"] for n in json.loads(lab.heliostat("status", "stay", "--json").out)["nodes"]] == [
+        "head",
+        "w1",
+    ]
+
+    assert ok(lab.heliostat("join", "stay")).out.strip() == "j2"  # type: ignore[attr-defined]
+    ok(lab.heliostat("scale", "stay", "0"))
+    status = json.loads(lab.heliostat("status", "stay", "--json").out)
+    assert sorted(n["name"] for n in status["nodes"]) == ["head", "j2-1"] and status["state"] == "ready"
+
+    ok(lab.heliostat("down", "stay"))
+    KEPT = set()
+
+
+def test_two_users_clusters_on_one_host(lab: Lab) -> None:
+    """Two clusters on the same node, at the same moment; neither sees the other."""
+    words = ["run", "--on", "slurm", "--cpus-per-node", "1", "--time", "10m", "--nodelist=n3", "hello.py"]
+    first, second = lab.start(*words), lab.start(*words)
+    for process in (first, second):
+        out, err = process.communicate(timeout=300)
+        assert process.returncode == 0, err
+        assert "nodes ['head']" in out and "hosts ['n3']" in out
+
+
+def test_cancelled_behind_our_back(lab: Lab) -> None:
+    ok(lab.heliostat("up", "--on", "slurm", "--name", "gone", "--cpus-per-node", "1", "--time", "30m"))
+    job = lab.queue()[0].split()[0]
+    lab.run("scancel", job)
+    wait_for("the job's end", lambda: not lab.queue())
+    assert lab.heliostat("ls").err.startswith("no clusters")
+    past = json.loads(lab.heliostat("ls", "--all", "--json").out)["clusters"]
+    assert any(c["name"] == "gone" and c["state"] in ("failed", "ended") for c in past)
+
+
+def test_time_limit_tells_the_script(lab: Lab) -> None:
+    """The script gets SIGTERM before Slurm ends the job, and time to save its work."""
+    done = lab.heliostat(
+        "run", "--on", "slurm", "--cpus-per-node", "1", "--time", "1m", "slow.py", timeout=400
+    )
+    assert done.rc == 3, done.err
+    assert (lab.home / "told.txt").read_text() == "saved"
