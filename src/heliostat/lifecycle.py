@@ -546,6 +546,7 @@ class Lifecycle:
             with contextlib.suppress(OSError):  # nobody may be there to be shown it
                 last_look()
             view = self.look(folder, record=None if written else record)
+            self._check_it_is(folder, record)
         except NotFoundError:
             past = self.store.last_past(folder.name)  # another `down` was faster
             if past is None:
@@ -608,12 +609,18 @@ class Lifecycle:
         except (DiskError, PartlyDone) as error:
             self.emit(Event("note", f"{error.what}: {error.because}"))
 
+    def _check_it_is(self, folder: ClusterFolder, record: Record) -> None:
+        """Another command may have put it into the history, and a third one started a cluster of that name there."""
+        if folder.record().id != record.id:
+            raise NotFoundError(f"`{record.name}` has ended, and another cluster has its name")
+
     def _archive(self, view: View) -> View:
         record = view.record
         record.ended = record.ended or time.time()
         record.exit_code = (view.live.get("job") or {}).get("exit_code", record.exit_code)
         try:
             with view.folder.lock():
+                self._check_it_is(view.folder, record)
                 folder = self.store.archive(view.folder, record)
         except NotFoundError:
             folder = self.store.last_past(record.name) or view.folder

@@ -77,7 +77,12 @@ def sbatch():
     env = {**os.environ, "SLURM_JOB_ID": number}
     with open(output, "ab") as out:
         process = subprocess.Popen(
-            ["bash", str(script)], stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env, start_new_session=True
+            ["bash", str(script)],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            env=env,
+            start_new_session=True,
         )
     job = {"id": number, "state": "RUNNING", "pid": process.pid, "start": start_time(process.pid),
            "comment": said["comment"], "nodes": "n1"}  # fmt: skip
@@ -93,7 +98,9 @@ def squeue():
     if options("jobs") and not any(i in jobs for i in wanted):
         fail("slurm_load_jobs error: Invalid job id specified")
     for job in shown:
-        print(re.sub(r"%(\w)", lambda m: str(job.get(FIELDS.get(m[1]), "None")), options("format")[0]))
+        print(
+            re.sub(r"%(\w)", lambda m, job=job: str(job.get(FIELDS.get(m[1]), "None")), options("format")[0])
+        )
 
 
 def scancel():
@@ -119,7 +126,7 @@ def sinfo():
 
 def srun():
     count = int(options("ntasks")[0])
-    command = sys.argv[[i for i, word in enumerate(sys.argv) if i and not word.startswith("-")][0] :]
+    command = sys.argv[next(i for i, word in enumerate(sys.argv) if i and not word.startswith("-")) :]
     text = sys.stdin.buffer.read()  # --input=all: each task gets a copy
     tasks = []
     for rank in range(count):

@@ -26,7 +26,7 @@ from heliostat.states import TERMINAL, ClusterState, NodeState
 from heliostat.store import ClusterFolder, Record
 
 pytestmark = pytest.mark.needs_linux
-TESTS = Path(__file__).parents[1]
+PYTHONPATH = os.pathsep.join(filter(None, (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH"))))
 
 
 @pytest.fixture(params=backends.names())
@@ -545,7 +545,7 @@ def test_down_while_it_starts(world: World) -> None:
 def test_the_command_is_killed_and_typed_again(world: World, home: Path, tmp_path: Path, stage: str) -> None:
     killed = subprocess.run(
         [sys.executable, "-m", "contract.worlds", world.site, str(home), str(tmp_path / "world"), stage],
-        env={**os.environ, "PYTHONPATH": str(TESTS)}, capture_output=True, text=True, timeout=120,
+        env={**os.environ, "PYTHONPATH": PYTHONPATH}, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert world.store.names() == ["lab"], "the name is claimed"
@@ -568,7 +568,7 @@ def test_a_killed_command_can_be_taken_down(world: World, home: Path, tmp_path: 
     for stage in STAGES:
         subprocess.run(
             [sys.executable, "-m", "contract.worlds", world.site, str(home), str(tmp_path / "world"), stage],
-            env={**os.environ, "PYTHONPATH": str(TESTS)}, capture_output=True, timeout=120,
+            env={**os.environ, "PYTHONPATH": PYTHONPATH}, capture_output=True, timeout=120,
         )  # fmt: skip
         assert world.life().down("lab").record.is_over() and world.store.names() == []
         until(lambda: not world.running(), "what was not on record ends by itself")

@@ -43,7 +43,9 @@ class World(Protocol):
 
     site: ClassVar[str]
     together: ClassVar[bool]  # the nodes that are asked for at once have one handle, and share its fate
-    orphans_end: ClassVar[bool]  # what was launched and not put on record ends by itself; else it is found again
+    orphans_end: ClassVar[
+        bool
+    ]  # what was launched and not put on record ends by itself; else it is found again
     refusal: ClassVar[str]  # the other party's words for no
     store: Store
     calls: int  # programs that were run on the other party's side, or by it

@@ -96,15 +96,15 @@ def options_of(words: Sequence[str], owned: Mapping[str, str], flags: frozenset[
             found.append(f"{waiting}={word}" if waiting.startswith("--") else f"{waiting}{word}")
             waiting = None
             continue
-        name, sign, _ = word.partition("=")
+        if not word.startswith("-"):
+            raise HeliostatError(f"`{word}` is not an option of the scheduler", exit_code=2)
+        name = word.partition("=")[0] if word.startswith("--") else word[:2]
         if name in owned:
             raise HeliostatError(f"`{name}` is set by Heliostat", hint=owned[name], exit_code=2)
-        if sign or name in flags or (not name.startswith("--") and len(name) > 2):
+        if name != word or name in flags:
             found.append(word)
-        elif name.startswith("-"):
-            waiting = name
         else:
-            raise HeliostatError(f"`{word}` is not an option of the scheduler", exit_code=2)
+            waiting = name
     if waiting is not None:
         found.append(waiting)
     return found

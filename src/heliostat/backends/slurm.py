@@ -46,7 +46,6 @@ NEVER = {
     "QOSNotAllowed": "the QOS may not be used here",
     "InvalidAccount": "the account is not valid",
     "InvalidQOS": "the QOS is not valid",
-    "AssocMaxJobsLimit": "",
     "JobLaunchFailure": "the job could not be launched",
 }
 WAITING = {
@@ -61,6 +60,7 @@ WAITING = {
     "QOSMaxJobsPerUserLimit": "you have as many jobs as the QOS allows",
     "QOSMaxCpuPerUserLimit": "you have as many CPUs as the QOS allows",
     "QOSMaxNodePerUserLimit": "you have as many nodes as the QOS allows",
+    "AssocMaxJobsLimit": "you have as many jobs as your account allows",
     "AssocGrpCpuLimit": "your account has as many CPUs as it may",
     "MaxJobsPerAccount": "your account has as many jobs as it may",
     "JobArrayTaskLimit": "the array has as many tasks running as it may",
@@ -85,7 +85,7 @@ OWNED = {
 }  # fmt: skip
 FLAGS = frozenset(
     ("--exclusive", "--contiguous", "--overcommit", "--oversubscribe", "--hold", "-H", "--no-kill", "-k", "--spread-job", "--use-min-nodes",
-     "--reboot", "--gres-flags", "-Q", "--quiet", "-v", "--verbose", "-O", "-s", "--share", "--ignore-pbs")
+     "--reboot", "-Q", "--quiet", "-v", "--verbose", "-O", "-s", "--share", "--ignore-pbs")
 )  # fmt: skip
 
 
@@ -104,7 +104,9 @@ class Options:
     constraint: str | None = field(default=None, metadata={"help": "features that the nodes must have"})
     gres: str | None = field(default=None, metadata={"help": "generic resources a node, e.g. gpu:a100:4"})
     clusters: str | None = field(default=None, metadata={"help": "which of several SLURM clusters"})
-    via: str | None = field(default=None, metadata={"help": "user@login: SLURM's commands run there, over ssh"})
+    via: str | None = field(
+        default=None, metadata={"help": "user@login: SLURM's commands run there, over ssh"}
+    )
     grace: str | int = field(
         default="60s", metadata={"help": "how long before the time limit the work is told"}
     )
@@ -284,9 +286,11 @@ class Slurm:
         if running:
             _batch.retry(lambda: _batch.ask(host, ["scancel", *running]), PASSING)
         if not self._gone(handles, host, CANCEL_S):
-            left = ", ".join(h.native_id for h in self._living(handles, host))
+            left = [h.native_id for h in self._living(handles, host)]
             raise HeliostatError(
-                "some jobs could not be ended", because=f"still in the queue: {left}", hint=f"scancel {left}"
+                "some jobs could not be ended",
+                because=f"still in the queue: {', '.join(left)}",
+                hint=f"scancel {' '.join(left)}",
             )
 
     def _living(self, handles: Sequence[Handle], host: Transport) -> list[Handle]:
@@ -428,7 +432,7 @@ def _observation(state: str, reason: str, start: str, nodes: str) -> Observation
 
 
 def _pending(reason: str, start: str) -> Observation:
-    if NEVER.get(reason):
+    if reason in NEVER:
         return Observation(N.FAILED, f"it can never run: {NEVER[reason]} ({reason})", reason)
     words = WAITING.get(reason, reason)
     expected = f", expected to start {start.replace('T', ' ')}" if start not in ("", "N/A") else ""

@@ -133,9 +133,12 @@ def read_config(values: dict[str, Any], file: Path | None, *, base: dict[str, An
         return found
     site = found.spec.on
     if not backends.load(site).takes_options:
-        known = [name for option in click.get_current_context().command.params for name in option.opts]
+        ctx = click.get_current_context()
+        known = [name for option in ctx.command.params for name in option.opts]
         near = difflib.get_close_matches(native[0].partition("=")[0], known, n=1)
-        usage = "heliostat run --help; arguments of a script go after it, a command goes after `--`"
+        usage = (
+            f"heliostat {ctx.info_name} --help; arguments of a script go after it, a command goes after `--`"
+        )
         raise UsageError(
             f"no such option: `{native[0]}`",
             because=f"`{site}` has no scheduler to pass it to",
