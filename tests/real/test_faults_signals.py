@@ -375,7 +375,8 @@ def test_killed_between_two_steps(
         record = json.loads((folder_of(home) / "record.json").read_text())
         assert all(alive(handle["detail"]["pid"]) for handle in record["handles"])
         heliostat("down", "lab")
-        assert [one["reason"] for one in past(home)] == ["taken down"]
+        *lives, last = [one["reason"] for one in past(home)]
+        assert last == "taken down" and set(lives) <= {"its head is gone"}
     elif at == "in the draft":
         heliostat(*words)
     else:

@@ -261,12 +261,13 @@ class Head(Node):
         self.flush_soon()
         answer = await super().run()
         self.ended = {"at": time.time(), "reason": self.reason, "exit_code": self.exit_code()}
-        self.flush()
         for name in files.OF_A_HEAD:
             try:
                 os.unlink(self._path(name))
             except OSError:
                 pass
+        self.last_words()  # once more: on a full disk there is room for it only now
+        self.flush()
         return answer
 
     def exit_code(self) -> int:
