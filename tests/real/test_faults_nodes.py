@@ -254,7 +254,7 @@ def test_a_head_dies(home: Path, victim: str) -> None:
 
 
 def test_ctrl_c_while_ray_starts(home: Path) -> None:
-    one = Command("up", "--name", "early", *ASK)
+    one = Command("run", "--name", "early", *ASK, "--", "true")
     place = home / "clusters" / "early" / "nodes" / "head.json"
     until(place.exists, "its agent")
     node = Node(home, "early", "head")

@@ -9,10 +9,10 @@ import os
 import signal
 import sys
 import time
-from typing import Any, Dict, Optional
+from typing import Any, Dict, List, Optional
 
 from . import files, hub, ports, processes
-from .idle import IdleClock, activity
+from .idle import IdleClock, activity, last_jobs
 from .node import Json, Node
 from .raynode import client_environment, join
 
@@ -32,6 +32,8 @@ class Head(Node):
         self.ended: Optional[Json] = None
         self.idle = IdleClock(config.get("idle") or {}, self._path("keepalive"))
         self.events: Any = None
+        self.look: Optional[asyncio.Future[None]] = None
+        self.jobs: List[Json] = []  # what had become of the submitted jobs when the cluster ended
         self._flush_due = False
         command = config.get("command")
         if command:
@@ -78,7 +80,7 @@ class Head(Node):
         self._flush_due = False
         state = {"schema": 1, "nodes": self.nodes, "job": self.job, "started": self.started}
         try:
-            files.write_json(self._path("state.json"), {**state, "ended": self.ended})
+            files.write_json(self._path("state.json"), {**state, "jobs": self.jobs, "ended": self.ended})
         except OSError:
             pass  # a full disk must not end a running cluster; the next change tries again
 
@@ -162,9 +164,8 @@ class Head(Node):
                     return self.stop("the time limit of %d s is reached" % limit)
             if time.monotonic() - looked >= self.idle.every_s:
                 looked = time.monotonic()
-                await self.look_for_activity()
-                if self.idle.is_over():
-                    return self.stop("idle for %d s" % self.idle.seconds())
+                if self.look is None or self.look.done():  # a dashboard that hangs must not stop the clocks
+                    self.look = asyncio.ensure_future(self.look_for_activity())
             if os.path.exists(self._path("stop-run")):
                 self.background.append(asyncio.ensure_future(self.end_job()))
                 os.unlink(self._path("stop-run"))
@@ -181,6 +182,8 @@ class Head(Node):
             self.idle.note(await activity(self.block.ports["dashboard"], self.secret, since) is not None)
         except (OSError, KeyError, TypeError, asyncio.TimeoutError):
             self.idle.note(True)  # we do not know, so nobody's work is ended
+        if self.idle.is_over():
+            self.stop("idle for %d s" % self.idle.seconds())
 
     async def command(self) -> None:
         """Runs the user's command here when enough nodes are there. Its end is the cluster's end."""
@@ -250,6 +253,11 @@ class Head(Node):
             code = self.job_process.returncode if self.job_process else None
             code = 128 - code if code is not None and code < 0 else code
             self.job.update(status="STOPPED", ended=time.time(), exit_code=code)
+        if self.block and not self.job:
+            try:
+                self.jobs = await last_jobs(self.block.ports["dashboard"], self.secret)
+            except (OSError, KeyError, TypeError, asyncio.TimeoutError):
+                pass  # Ray is gone already
         if self.hub:
             self.hub.tell({"do": "stop", "reason": self.stop_reason or self.reason})
         if self.ray:
