@@ -255,7 +255,8 @@ def test_the_end_waits_for_those_who_leave() -> None:
         closing = asyncio.ensure_future(head.hub.close(PATIENCE_S))
         await asyncio.sleep(0)
         assert not closing.done()
-        worker.link.find = lambda: None  # the wait_for of Python 3.11 may swallow a cancel: it must not come back
+        # the wait_for of Python 3.11 may swallow a cancel: it must not come back
+        worker.link.find = lambda: None
         worker.task.cancel()
         worker.link.writer.close()
         await closing
