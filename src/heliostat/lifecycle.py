@@ -618,6 +618,13 @@ class Lifecycle:
         record = view.record
         record.ended = record.ended or time.time()
         record.exit_code = (view.live.get("job") or {}).get("exit_code", record.exit_code)
+        last = {job["id"]: job for job in view.live.get("jobs") or ()}
+        for job in record.jobs:
+            if job["id"] in last and not job.get("status"):
+                over = last[job["id"]]["status"] in ("SUCCEEDED", "FAILED", "STOPPED")
+                job.update(
+                    last[job["id"]], **({} if over else {"status": "STOPPED"})
+                )  # it ended with the cluster
         try:
             with view.folder.lock():
                 self._check_it_is(view.folder, record)

@@ -239,6 +239,9 @@ class ClusterFolder:
             return False  # somebody took it for an abandoned one
         except OSError:
             pass  # a full disk: it is ours, without our name on it
+        except BaseException:  # Ctrl-C: what comes next may need it
+            _remove_lock(folder, [mine])
+            raise
         return True
 
 

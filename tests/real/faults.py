@@ -10,6 +10,7 @@ import pwd
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,7 +135,7 @@ class Node:
 
     def gone(self, *, folder: bool = True) -> None:
         """Waits until no process of it is left, nobody listens on its ports, and its folder is gone."""
-        until(lambda: not self.processes(), f"the end of {self.name}")
+        until(lambda: not self.processes() or time.sleep(0.2), f"the end of {self.name}")
         if folder:
             until(lambda: not self.temp.exists(), f"the removal of {self.temp}")
         until(lambda: not listening() & set(self.ports.values()), "free ports")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import socket
@@ -235,44 +236,39 @@ def test_setup_lines_that_fail_make_noise_and_read(home: Path, tmp_path: Path) -
 # --- ports
 
 
-@pytest.fixture
-def range_of_ports() -> Iterator[tuple[int, int]]:
-    """64 ports in a row, every one of them taken by somebody else."""
-    for first in range(50_000, 60_000, 64):
-        held = []
-        try:
-            for port in range(first, first + 64):
-                held.append(socket.socket())
-                held[-1].bind(("0.0.0.0", port))
-                held[-1].listen()
-        except OSError:
-            continue
-        else:
+@contextlib.contextmanager
+def taken() -> Iterator[tuple[int, int]]:
+    """(first, last) of 64 ports in a row, every one of them taken by somebody else."""
+    starts = [*range(61_056, 65_400, 64)]  # above the range from which the kernel gives ports to anybody
+    for first in random.sample(starts, len(starts)):
+        with contextlib.ExitStack() as held:
+            try:
+                for port in range(first, first + 64):
+                    held.enter_context(socket.create_server(("0.0.0.0", port)))
+            except OSError:
+                continue
             yield first, first + 63
             return
-        finally:
-            for one in held:
-                one.close()
     pytest.fail("no 64 free ports in a row")
 
 
-def test_every_port_of_the_range_is_taken(
-    home: Path, tmp_path: Path, range_of_ports: tuple[int, int]
-) -> None:
-    first, last = range_of_ports
-    (tmp_path / "heliostat.yaml").write_text(f"network: {{ports: {first}-{last}}}\n")
-    said = refused(heliostat("up", "--venv", fake_ray(tmp_path / "v"), code=None, cwd=tmp_path), 1)
+def test_every_port_of_the_range_is_taken(home: Path, tmp_path: Path) -> None:
+    with taken() as (first, last):
+        (tmp_path / "heliostat.yaml").write_text(f"network: {{ports: {first}-{last}}}\n")
+        said = refused(heliostat("up", "--venv", fake_ray(tmp_path / "v"), code=None, cwd=tmp_path), 1)
     assert said["because"] == f"no block of 64 free ports between {first} and {last}" == ended(home)
     assert "network.ports" in said["hint"]
 
 
 def test_a_range_that_has_room_for_one_node(home: Path, tmp_path: Path) -> None:
     """The second finds none, and says so; the first lives."""
-    (tmp_path / "heliostat.yaml").write_text("network: {ports: 41000-41063}\nnodes: 2\n")
+    with taken() as (first, last):
+        pass
+    (tmp_path / "heliostat.yaml").write_text(f"network: {{ports: {first}-{last}}}\nnodes: 2\n")
     venv = fake_ray(tmp_path / "v")
     said = refused(heliostat("up", "--name", "lab", "--venv", venv, code=None, cwd=tmp_path), 3)
     assert said["error"] == "`lab` has 1 of the 2 nodes asked for"
-    assert said["because"] == "w1: no block of 64 free ports between 41000 and 41063"
+    assert said["because"] == f"w1: no block of 64 free ports between {first} and {last}"
     heliostat("down", "lab")
 
 

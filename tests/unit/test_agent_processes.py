@@ -90,7 +90,7 @@ def test_a_family_that_goes_on_growing_is_ended(start: Callable[..., subprocess.
     root = start(grow, mark=mark)
     assert root.stdout
     root.stdout.readline()
-    assert processes.end_all([root.pid], mark, 60) == []
+    assert processes.end_all([root.pid], mark, 20) == []
     assert processes.marked(mark) == []
 
 

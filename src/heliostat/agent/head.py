@@ -8,11 +8,11 @@ import json
 import os
 import sys
 import time
-from typing import Any, Dict, Optional
+from typing import Any, Dict, List, Optional
 
 from . import files, hub, ports
 from .command import Command
-from .idle import IdleClock, activity
+from .idle import IdleClock, activity, last_jobs
 from .node import Json, Node, mine
 from .raynode import client_environment, join
 
@@ -43,6 +43,8 @@ class Head(Node):
         self.ended: Optional[Json] = None
         self.idle = IdleClock(config.get("idle") or {}, self._path("keepalive"))
         self.winding_down = False
+        self.look: Optional[asyncio.Future[None]] = None
+        self.jobs: List[Json] = []  # what had become of the submitted jobs when the cluster ended
         self._flush_due = False
 
     def _path(self, name: str) -> str:
@@ -96,7 +98,7 @@ class Head(Node):
         job = self.work.job if self.work else None
         state = {"schema": 1, "nodes": self.nodes, "job": job, "started": self.started}
         try:
-            files.write_json(self._path("state.json"), {**state, "ended": self.ended})
+            files.write_json(self._path("state.json"), {**state, "jobs": self.jobs, "ended": self.ended})
         except OSError:
             pass  # a full disk must not end a running cluster; the next change tries again
 
@@ -180,9 +182,8 @@ class Head(Node):
                     return self.stop("the time limit of %d s is reached" % limit)
             if time.monotonic() - looked >= self.idle.every_s:
                 looked = time.monotonic()
-                await self.look_for_activity()
-                if self.idle.is_over():
-                    return self.stop("idle for %d s" % self.idle.seconds())
+                if self.look is None or self.look.done():  # a dashboard that hangs must not stop the clocks
+                    self.look = asyncio.ensure_future(self.look_for_activity())
             self.read_requests()
             if beat % 5 == 0:
                 self.pulse(beat)
@@ -214,6 +215,8 @@ class Head(Node):
             self.idle.note(await activity(self.block.ports["dashboard"], self.secret, since) is not None)
         except (OSError, KeyError, TypeError, asyncio.TimeoutError):
             self.idle.note(True)  # we do not know, so nobody's work is ended
+        if self.idle.is_over():
+            self.stop("idle for %d s" % self.idle.seconds())
 
     async def command(self) -> None:
         """Runs the user's command here when enough nodes are there. Its end is the cluster's end."""
@@ -275,6 +278,11 @@ class Head(Node):
         if self.work:
             await self.work.end(float(self.config.get("grace_s", 10)), self.at_once)
             self.work.close()
+        elif self.block:
+            try:
+                self.jobs = await last_jobs(self.block.ports["dashboard"], self.secret)
+            except (OSError, KeyError, TypeError, asyncio.TimeoutError):
+                pass  # Ray is gone already
         if self.hub:
             self.hub.tell({"do": "stop", "reason": self.stop_reason or self.reason})
         if self.ray:
@@ -286,12 +294,13 @@ class Head(Node):
         self.flush_soon()
         answer = await super().run()
         self.ended = {"at": time.time(), "reason": self.reason, "exit_code": self.exit_code()}
-        self.flush()
         for name in files.OF_A_HEAD:
             try:
                 os.unlink(self._path(name))
             except OSError:
                 pass
+        self.last_words()  # once more: on a full disk there is room for it only now
+        self.flush()
         return answer
 
     def exit_code(self) -> int:

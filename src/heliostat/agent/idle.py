@@ -6,7 +6,7 @@ import json
 import math
 import os
 import time
-from typing import Any, Dict, Optional, Tuple
+from typing import Any, Dict, List, Optional, Tuple
 
 from .raynode import http_get
 
@@ -19,13 +19,7 @@ async def activity(port: int, token: str, since: float = math.inf) -> Optional[s
     Raises OSError when Ray's dashboard does not answer."""
 
     async def ask(path: str) -> Any:
-        status, body = await http_get("127.0.0.1", port, path, token, timeout=30)
-        if status != 200:
-            raise OSError("%s answers %d" % (path, status))
-        try:
-            return json.loads(body)
-        except ValueError:
-            raise OSError("%s answers no JSON" % path) from None
+        return await _ask(port, token, path)
 
     for job in await ask("/api/jobs/"):
         if job.get("status") in ("PENDING", "RUNNING") or (job.get("end_time") or 0) / 1000 >= since:
@@ -38,6 +32,28 @@ async def activity(port: int, token: str, since: float = math.inf) -> Optional[s
         if namespace != _OWN and not namespace.startswith("_"):
             return "actor %s" % actor.get("class_name")
     return None
+
+
+async def last_jobs(port: int, token: str) -> List[Dict[str, Any]]:
+    """What became of the submitted jobs: id, status, exit_code, seconds."""
+    found = []
+    for job in await _ask(port, token, "/api/jobs/", 3):
+        if job.get("submission_id"):
+            seconds = ((job.get("end_time") or time.time() * 1000) - (job.get("start_time") or 0)) / 1000
+            code = job.get("driver_exit_code")
+            found.append({"id": job["submission_id"], "status": job.get("status"), "seconds": round(seconds, 3),
+                          "exit_code": 128 - code if code is not None and code < 0 else code})  # fmt: skip
+    return found
+
+
+async def _ask(port: int, token: str, path: str, timeout: float = 30) -> Any:
+    status, body = await http_get("127.0.0.1", port, path, token, timeout=timeout)
+    if status != 200:
+        raise OSError("%s answers %d" % (path, status))
+    try:
+        return json.loads(body)
+    except ValueError:
+        raise OSError("%s answers no JSON" % path) from None
 
 
 class IdleClock:

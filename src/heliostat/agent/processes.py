@@ -127,13 +127,12 @@ def end_all(roots: Iterable[int], mark: str, seconds: float = 10.0, but: Iterabl
     a root may itself be the one that goes on starting others."""
     roots, spared = list(roots), {os.getpid(), *but}
     deadline = time.monotonic() + seconds
-    patience = time.monotonic() + min(1.0, seconds / 2)
     while True:
         left = [pid for pid in {*family(roots), *marked(mark)} if pid not in spared]
         if not left or time.monotonic() > deadline:
             return left
         below = [pid for pid in left if pid not in roots]
-        send(below if below and time.monotonic() < patience else left, signal.SIGKILL)
+        send(below if below and time.monotonic() < deadline - 0.9 * seconds else left, signal.SIGKILL)
         reap()
         time.sleep(0.02)
 

@@ -56,6 +56,7 @@ async def http_get(
 # what listens on every node, and what on a head besides; the rest are metrics that nobody misses
 ON_EVERY_NODE = ("node_manager", "object_manager", "runtime_env_agent", "agent_http", "agent_grpc", "metrics")
 ON_A_HEAD = ("gcs", "client", "dashboard")
+UNEXPECTED = "Some Ray subprocesses exited unexpectedly:"
 LATE_S = 120.0  # some of Ray's services come after the node is alive
 
 
@@ -72,9 +73,12 @@ class RayNode:
         self.ray_temp = os.path.join(temp, "ray")
         self.process: Optional[asyncio.subprocess.Process] = None
         self._log_from = os.path.getsize(log) if os.path.exists(log) else 0  # earlier tries wrote before it
-        self.raylet: Optional[Tuple[int, Optional[str]]] = None
+        self.vital: Dict[
+            str, Tuple[int, Optional[str]]
+        ] = {}  # without these there is no node: name -> process
         self.services: Dict[int, str] = {}  # port -> name, of what listens here
         self.robbed = ""
+        self.first: List[str] = []  # what fell before anything else did
         self.ended = asyncio.Event()  # set when the raylet or `ray start` is gone
 
     def environment(self) -> Dict[str, str]:
@@ -175,15 +179,17 @@ class RayNode:
                 raise RuntimeError("Ray did not become alive within %d s: %s" % (seconds, self.last_words()))
         self.check_ports()
         for pid in processes.children(self.process.pid):
-            if processes.executable(pid).endswith("/raylet"):
-                self.raylet = (pid, processes.start_time(pid))
+            name = os.path.basename(processes.executable(pid))
+            if name in ("raylet", "gcs_server"):
+                self.vital[name] = (pid, processes.start_time(pid))
         self.watch = asyncio.ensure_future(self._watch(exited))
 
     async def _watch(self, exited: asyncio.Future[int]) -> None:
-        """After a drain the raylet ends and `ray start --block` goes on for ever: watch both."""
+        """After a drain the raylet ends and `ray start --block` goes on for ever; and before it has come so far as to
+        watch its children itself, it may wait half a minute for one that is gone."""
         late = asyncio.get_running_loop().time() + LATE_S
         held = True
-        while not exited.done() and (self.raylet is None or processes.alive(*self.raylet)):
+        while not exited.done() and not self.fallen():
             await asyncio.wait([exited], timeout=0.5)
             if held:
                 try:
@@ -193,7 +199,11 @@ class RayNode:
                     break
                 if not held:
                     self.block.hand_over()
+        self.first = [] if exited.done() else self.fallen()
         self.ended.set()
+
+    def fallen(self) -> List[str]:
+        return [name for name, process in self.vital.items() if not processes.alive(*process)]
 
     def check_ports(self) -> bool:
         """Do all of Ray's services here listen by now? Raises PortTaken when somebody else does."""
@@ -217,10 +227,10 @@ class RayNode:
     def last_words(self) -> str:
         """The lines of Ray's output that say why, in one line."""
         said = self.said()
-        fallen = re.search(r"(Some Ray subprocesses exited unexpectedly:).*\n((?:.*\[exit code=.*\n)+)", said)
+        fallen = re.search(UNEXPECTED + r".*\n((?:.*\[exit code=.*\n)+)", said)
         if fallen:
-            names = [line.rpartition(" -- ")[2].strip() for line in fallen[2].splitlines()]
-            return "%s %s" % (fallen[1], ", ".join(names))
+            names = [line.rpartition(" -- ")[2].strip() for line in fallen[1].splitlines()]
+            return "%s %s" % (UNEXPECTED, ", ".join(names))
         lines = [line.strip() for line in said.splitlines() if line.strip() and "[state-dump]" not in line]
         telling = [
             line for line in lines if re.search(r"error|exception|mismatch|refus|fail|unable", line, re.I)
@@ -236,7 +246,10 @@ class RayNode:
                 await asyncio.wait_for(self.process.wait(), 5)
             except asyncio.TimeoutError:
                 pass
-        return self.last_words()
+        words = self.last_words()
+        if self.first and not words.startswith(UNEXPECTED):
+            return "%s was killed or ended by itself" % self.first[0]
+        return words
 
     async def drain(self) -> None:
         """Lets running work go elsewhere, as far as Ray does that, then Ray ends by itself."""
@@ -249,10 +262,11 @@ class RayNode:
 
     async def end(self) -> None:
         """Ends the raylet in order (it ends its workers), then all that is left, at once."""
-        if self.raylet and processes.alive(*self.raylet):
-            processes.send([self.raylet[0]], signal.SIGTERM)
+        raylet = self.vital.get("raylet")
+        if raylet and processes.alive(*raylet):
+            processes.send([raylet[0]], signal.SIGTERM)
             for _ in range(50):
-                if not processes.alive(*self.raylet):
+                if not processes.alive(*raylet):
                     break
                 await asyncio.sleep(0.02)
         if self.process is not None and self.process.returncode is None:

@@ -64,8 +64,9 @@ def _span(seconds: float | None) -> str:
 
 def rows_of(record: Record) -> list[dict[str, Any]]:
     """The cluster, then the jobs that were submitted to it."""
-    waited = record.ready - record.created if record.ready else None
-    ran = record.ended - record.ready if record.ready and record.ended else None
+    # never below nothing: the clock may have been set back meanwhile
+    waited = max(0.0, record.ready - record.created) if record.ready else None
+    ran = max(0.0, record.ended - record.ready) if record.ready and record.ended else None
     what = record.command["text"] if record.command else "cluster"
     rows = [
         {
