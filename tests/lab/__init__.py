@@ -1,6 +1,6 @@
 """A real Slurm and real sshd hosts on this machine, each host a set of namespaces: the script `lab`, from Python.
 
-Needs root, and Debian's packages in tests/apt.txt. One lab at a time: its bridge and addresses are fixed.
+Needs root, and Debian's packages in tests/apt.txt.
 """
 
 from __future__ import annotations
@@ -15,8 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SCRIPT = Path(__file__).parent / "lab"
-ROOT = Path("/tmp/hlab")
-USER = "labuser"
+# as the script has them: several labs on one machine have names, nets and users of their own
+NAME = os.environ.get("LAB_NAME", "lab")
+ROOT = Path(os.environ.get("LAB_ROOT", f"/tmp/h{NAME}"))
+USER = os.environ.get("LAB_USER", "labuser")
+NET = os.environ.get("LAB_NET", "10.77.0")
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sshd", "ip", "nsenter", "unshare")
 
 
