@@ -37,7 +37,7 @@ def examine(life: Lifecycle, spec: ClusterSpec | None, cluster: str | None) -> l
         *_guarded(lambda: _leftovers(life)),
     ]
     if spec is not None:
-        checks += backends.load(spec.on).checks(spec, life.host)
+        checks += backends.load(spec.on).checks(spec, life.host_for(spec.sites.get(spec.on, {})))
     return checks
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import tempfile
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +19,15 @@ if TYPE_CHECKING:
     from heliostat.transport import Transport
 
 INSTALL_S = 1800.0
+# the agent comes on standard input, so that this works on any machine
+_SETUP = """
+d=$(mktemp -d) || exit 1
+cat >"$d/agent.pyz"
+printf %s "$2" | "$1" "$d/agent.pyz" setup
+c=$?
+rm -rf -- "$d"
+exit $c
+"""
 
 
 def prepare(spec: ClusterSpec, host: Transport, emit: Emit) -> None:
@@ -31,10 +39,17 @@ def prepare(spec: ClusterSpec, host: Transport, emit: Emit) -> None:
         )
     if not wanted.venv:
         return
-    folder = Path(wanted.venv).expanduser()
-    if (folder / "bin" / "python").exists():
+    home = getattr(host, "home", None)  # of another machine; here it is the shell's business
+    folder = (
+        home / wanted.venv[2:] if home and wanted.venv.startswith("~/") else Path(wanted.venv).expanduser()
+    )
+
+    def there(path: Path) -> bool:
+        return host.run(["test", "-e", str(path)], timeout=60).code == 0
+
+    if there(folder / "bin" / "python"):
         return
-    if folder.exists():
+    if there(folder):
         raise HeliostatError(
             f"`{folder}` is not a virtual environment",
             because="it has no bin/python",
@@ -51,14 +66,8 @@ def prepare(spec: ClusterSpec, host: Transport, emit: Emit) -> None:
     watcher = threading.Thread(target=_tell_size, args=(folder, emit, over), daemon=True)
     watcher.start()
     try:
-        with tempfile.TemporaryDirectory(prefix="heliostat-") as place:
-            agent = Path(place) / "agent.pyz"
-            agent.write_bytes(agent_archive())
-            done = host.run(
-                [sys.executable, str(agent), "setup"],
-                input=json.dumps(request).encode(),
-                timeout=INSTALL_S + 60,
-            )
+        argv = ["sh", "-c", _SETUP, "sh", "python3" if home else sys.executable, json.dumps(request)]
+        done = host.run(argv, input=agent_archive(), timeout=INSTALL_S + 60)
     finally:
         over.set()
         watcher.join()

@@ -61,9 +61,9 @@ def _let_go(life: Lifecycle, folder: ClusterFolder, record: Record, names: Seque
     whole = [h for h in mine if set(h.nodes) <= set(names)]
     for node in names:
         if not any(node in h.nodes for h in whole):
-            folder.ask({"do": "leave", "node": node, "reason": "scaled down"})
+            life.ask(folder, {"do": "leave", "node": node, "reason": "scaled down"})
     if whole:
-        backends.load(record.site).cancel(whole, life.host)
+        backends.load(record.site).cancel(whole, life.host_of(record))
     deadline = time.monotonic() + LEAVE_S
     while True:
         view = life.look(folder)
@@ -100,7 +100,7 @@ def join(life: Lifecycle, name: str, spec: ClusterSpec, command: dict[str, Any] 
             _guest(member, f"{guest}-{i}") for i, member in enumerate(worker_members(spec, spec.nodes), 1)
         ]
         work = {**command, "id": guest, "on": nodes[0].name} if command else None
-        order, plan = planning.plan(folder, spec, nodes, record.id, work, record.launches, life.host)
+        order, plan = life.plan(spec, nodes, record.id, work, record.launches)
         for node in nodes:
             record.nodes[node.name] = NodeRecord(
                 node.name, "worker", since=time.time(), guest=guest, launch=record.launches

@@ -16,6 +16,7 @@ from heliostat.lifecycle import Lifecycle, View
 from heliostat.rayapi import NoAnswer, RayApi
 from heliostat.report import run_job
 from heliostat.script import quote
+from heliostat.states import TERMINAL
 from heliostat.store import ClusterFolder
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class Jobs:
         shown = entrypoint
         runtime = dict(runtime_env or {})
         if here and working_dir is None:
-            if backends.load(view.record.site).shares_files:
+            if view.record.place is None and backends.load(view.record.site).shares_files:
                 entrypoint = f"cd {quote([os.getcwd()])} && exec {entrypoint}"
             else:
                 working_dir = Path.cwd()
@@ -138,7 +139,7 @@ class Jobs:
         if view.run and job_id == view.run["id"]:
             if view.run.get("exit_code") is not None:
                 return False
-            view.folder.ask({"do": "stop-job", "job": job_id})
+            self.life.ask(view.folder, {"do": "stop-job", "job": job_id})
             return True
         return self.life.api(view).stop(job_id)
 
@@ -187,10 +188,12 @@ class Jobs:
     def _follow(self, folder: ClusterFolder, tail: Tail) -> int:
         pause, looked = 0.02, 0.0
         while True:
-            code = _job(folder.state(), tail.job_id).get("exit_code")
+            self.life.refresh(folder)
+            job = _job(folder.state(), tail.job_id)
             pause = 0.02 if tail.drain() else min(0.1, pause * 1.5)
-            if code is not None:
-                return int(code)
+            # one that was stopped may be run again: a scheduler that took the machines back queues the job anew
+            if job.get("exit_code") is not None and (job.get("status") != "STOPPED" or self._is_over(folder)):
+                return int(job["exit_code"])
             if time.monotonic() - looked > 1:
                 looked = time.monotonic()
                 try:
@@ -208,6 +211,14 @@ class Jobs:
                         hint=f"heliostat logs {view.record.name} head",
                     )
             time.sleep(pause)
+
+    def _is_over(self, folder: ClusterFolder) -> bool:
+        try:
+            view = self.life.look(folder)
+        except NotFoundError:
+            return True  # in the history
+        head = next(node for node in view.record.nodes.values() if node.role == "head")
+        return head.state in TERMINAL or view.record.target != "up"
 
     # -- nodes that join, with a command of their own or without
 

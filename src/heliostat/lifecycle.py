@@ -9,13 +9,13 @@ import contextlib
 import json
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from heliostat import backends
-from heliostat.backends.base import Handle, Observation, Order, Plan
+from heliostat.backends.base import Backend, Handle, Observation, Order, Plan
 from heliostat.errors import (
     DeadlineError,
     DiskError,
@@ -32,8 +32,10 @@ from heliostat.transport import Local, Transport
 from heliostat.units import count, format_duration
 
 if TYPE_CHECKING:
+    from heliostat.mirror import Mirror
     from heliostat.rayapi import RayApi
-    from heliostat.spec import ClusterSpec
+    from heliostat.spec import ClusterSpec, Member
+    from heliostat.ssh import Ssh
 
 POLL_S = 0.1
 UP_S = 600.0  # how long `up` waits for a machine that has started; a queue is waited for without end
@@ -70,6 +72,16 @@ class View:
         return sum(node.state is N.READY for node in self.record.nodes.values())
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """The last question to a site: what we knew then, when to ask again, what it said."""
+
+    news: list[Any]
+    again: float
+    pause: float
+    seen: dict[str, Observation]
+
+
 def judge(
     node: NodeRecord,
     seen: Observation,
@@ -100,7 +112,8 @@ def judge(
     told = words if N.__members__.get(str(live.get("state"))) in (None, *TERMINAL) else live
     state = N.__members__.get(str(told.get("state")), N.ALLOCATED)
     since, reason = float(told.get("since") or time.time()), str(told.get("reason", ""))
-    if state in TERMINAL and alone:  # it said its last word, and is cleaning up
+    if state in TERMINAL and (alone or (wanted and state is N.GONE)):
+        # it said its last word, and is cleaning up; or it ended with the job, which may be queued again
         return N.STOPPING, reason, since
     return state, reason, since
 
@@ -112,6 +125,74 @@ class Lifecycle:
         self.store = store or Store()
         self.emit = emit
         self.host: Transport = host or Local()
+        self._asked: dict[Path, _Asked] = {}
+        self._hosts: dict[str, Ssh] = {}
+        self._mirrors: dict[Path, Mirror] = {}
+
+    # -- where the site is
+
+    def host_for(self, table: Mapping[str, Any]) -> Transport:
+        """The machine whose commands reach the site: this one, or the one that its table names in `via`."""
+        via = table.get("via")
+        if not via:
+            return self.host
+        from heliostat.ssh import Ssh
+
+        return self._hosts.setdefault(via, Ssh(via))
+
+    def host_of(self, record: Record) -> Transport:
+        return self.host_for(record.spec.get(record.site) or {})
+
+    def mirror(self, folder: ClusterFolder, record: Record) -> Mirror | None:
+        """The way to the cluster's folder where that is on another machine; None: it is this one."""
+        if record.place is None or folder.path.parent == self.store.ended:
+            return None
+        from heliostat.mirror import Mirror
+
+        host = cast("Ssh", self.host_of(record))
+        return self._mirrors.setdefault(folder.path, Mirror(folder, host, Path(record.place)))
+
+    def refresh(self, folder: ClusterFolder) -> None:
+        """Brings the files of a cluster that lies elsewhere up to date. Silence is told by whoever asks the site."""
+        with contextlib.suppress(HeliostatError, OSError, ValueError):
+            mirror = self.mirror(folder, folder.record())
+            if mirror:
+                mirror.pull()
+
+    def ask(self, folder: ClusterFolder, request: dict[str, Any]) -> None:
+        """Leaves a request for the head's agent."""
+        (self.mirror(folder, folder.record()) or folder).ask(request)
+
+    def place_for(self, spec: ClusterSpec, mark: str) -> ClusterFolder:
+        """Where the agents find the cluster's folder."""
+        host = self.host_for(spec.sites.get(spec.on, {}))
+        if host is self.host:
+            return ClusterFolder(self.store.clusters / spec.cluster_name)
+        from heliostat.mirror import PLACE
+
+        return ClusterFolder(cast("Ssh", host).home / PLACE / mark)
+
+    def plan(
+        self,
+        spec: ClusterSpec,
+        nodes: Sequence[Member] | None = None,
+        mark: str = "0" * 16,
+        command: dict[str, Any] | None = None,
+        launch: int = 1,
+        standalone: bool = False,
+    ) -> tuple[Order, Plan]:
+        from heliostat import planning
+
+        host, place = self.host_for(spec.sites.get(spec.on, {})), self.place_for(spec, mark)
+        if standalone:  # several of them may meet on one host, and none is on record
+            mark = secrets.token_hex(8)
+            place = ClusterFolder(self.store.home / "by-hand" / f"{spec.cluster_name}-{mark[:4]}")
+        if host is not self.host and command and not command.get("package"):
+            name = command.get("id", "run")
+            there = {"cwd": str(place.path / "work" / name), "package": str(place.path / f"{name}.zip")}
+            command = {**command, **there}
+        home = None if host is self.host else cast("Ssh", host).home
+        return planning.plan(place, spec, nodes, mark, command, launch, host, standalone, home)
 
     # -- looking
 
@@ -128,8 +209,9 @@ class Lifecycle:
             for h in handles
             if any(record.nodes[n].state not in TERMINAL for n in h.nodes if n in record.nodes)
         ]
-        seen = backend.observe(open_handles, self.host) if open_handles else {}
+        self.refresh(folder)
         live = folder.state()
+        seen = self._observe(backend, folder, record, open_handles, live)
         moves = []
         for node in record.nodes.values():
             move = self._judge_one(folder, record, node, seen, live)
@@ -147,6 +229,29 @@ class Lifecycle:
         if moves and save:
             self._write_moves(folder, record, moves)
         return View(folder, record, live)
+
+    def _observe(
+        self,
+        backend: Backend,
+        folder: ClusterFolder,
+        record: Record,
+        handles: list[Handle],
+        live: dict[str, Any],
+    ) -> dict[str, Observation]:
+        """What the site says of the handles. Whoever looks ten times a second asks a scheduler only when the head has news,
+        and else ever more rarely."""
+        if not handles:
+            return {}
+        nodes = [(name, node.get("state")) for name, node in (live.get("nodes") or {}).items()]
+        news = [[h.native_id for h in handles], nodes, bool(live.get("ended"))]
+        last, now = self._asked.get(folder.path), time.monotonic()
+        if last and last.news == news and now < last.again:
+            return last.seen
+        first, most = backend.pace
+        pause = first if last is None or last.news != news else min(most, last.pause * 1.5)
+        seen = backend.observe(handles, self.host_of(record))
+        self._asked[folder.path] = _Asked(news, time.monotonic() + pause, pause, seen)
+        return seen
 
     def _judge_one(
         self,
@@ -174,11 +279,13 @@ class Lifecycle:
         if state is N.ALLOCATED and node.state not in (N.REQUESTED, N.QUEUED, N.UNKNOWN):
             return None  # it runs, and nobody can tell more at this moment
         if node.state is N.STOPPING and state not in TERMINAL and state is not N.UNKNOWN:
-            return None  # it was told to end; older words about it mean nothing
-        if (state, reason) == (node.state, node.reason):
+            again = record.target == "up" and (state is N.QUEUED or since > node.since)
+            if not again:
+                return None  # it was told to end; older words about it mean nothing
+        if state is node.state:
+            node.reason = reason  # other words for the same: no event, and its age goes on
             return None
-        if state is not node.state:
-            check_move(node.state, state)
+        check_move(node.state, state)
         move = {
             "at": since,
             "kind": "move",
@@ -257,13 +364,13 @@ class Lifecycle:
         """A cluster as the spec says, ready to use. An unfinished `up` of the same spec is taken up where it was.
 
         last_look: as in `interrupted`; a command may run before we know that it does."""
-        from heliostat import environment, planning
+        from heliostat import environment
 
         name = spec.cluster_name
+        host = self.host_for(spec.sites.get(spec.on, {}))
         if backends.load(spec.on).shares_files:
-            environment.prepare(spec, self.host, self.emit)
-        # whatever cannot be done is said before anything is
-        planning.plan(ClusterFolder(self.store.clusters / name), spec, command=command, host=self.host)
+            environment.prepare(spec, host, self.emit)
+        self.plan(spec, command=command)  # whatever cannot be done is said before anything is
         mine = False
         while True:
             folder = self.store.find(name)
@@ -341,10 +448,12 @@ class Lifecycle:
         from heliostat.spec import members
 
         said = planning.spec_json(spec)
-        now = time.time()
+        now, mark = time.time(), secrets.token_hex(8)
+        place = self.place_for(spec, mark).path
         record = Record(
             name=spec.cluster_name,
-            id=secrets.token_hex(8),
+            id=mark,
+            place=str(place) if place.parent != self.store.clusters else None,
             site=spec.on,
             kind="run" if command else "up",
             created=now,
@@ -375,13 +484,12 @@ class Lifecycle:
                 return
             spec = planning.spec_of(record)
             record.launches += 1
-            order, plan = planning.plan(
-                folder, spec, missing, record.id, record.command, record.launches, self.host
-            )
+            order, plan = self.plan(spec, missing, record.id, record.command, record.launches)
             again = {m.name for m in missing if record.nodes[m.name].state in TERMINAL}
             old = [h for h in record.handles if set(h["nodes"]) <= again]
             # what an earlier life may have left must not meet the next one
-            backends.load(record.site).cancel([Handle.from_json(h) for h in old], self.host, now=True)
+            old_handles = [Handle.from_json(h) for h in old]
+            backends.load(record.site).cancel(old_handles, self.host_of(record), now=True)
             record.handles = [h for h in record.handles if h not in old]
             for member in missing:
                 if member.name in again:
@@ -396,13 +504,33 @@ class Lifecycle:
 
     def launch(self, folder: ClusterFolder, record: Record, order: Order, plan: Plan) -> None:
         """Writes the plan's files and starts its steps; each handle is on record the moment it exists. Under the lock."""
+        mirror = self.mirror(folder, record)
         for file in plan.files:
-            write_atomic(file.path, file.text, file.mode)
-        for handle in backends.load(record.site).launch(plan, order, self.host):
+            write_atomic(folder.path / file.path.name, file.text, file.mode)
+        if mirror:
+            mirror.push(self._for_elsewhere(folder, mirror.place, order, plan))
+        for handle in backends.load(record.site).launch(plan, order, self.host_of(record)):
             record.handles.append(handle.to_json())
             for node in handle.nodes:
                 record.nodes[node].handle = handle.native_id
             folder.save(record)
+
+    def _for_elsewhere(
+        self, folder: ClusterFolder, place: Path, order: Order, plan: Plan
+    ) -> Iterator[tuple[Path, bytes, int]]:
+        """Whatever the agents need, where their folder is not ours: (path there, data, mode)."""
+        for name in ("agent.pyz", "token"):
+            if (folder.path / name).exists():
+                yield place / name, (folder.path / name).read_bytes(), 0o600
+        for file in plan.files:
+            yield file.path, file.text.encode(), file.mode
+        command = order.config.get("command")
+        if command and command.get("package"):
+            from heliostat.workdir import pack
+
+            self.emit(Event("note", "copying this folder to where it will run"))
+            with pack(Path.cwd(), ()) as package:
+                yield Path(command["package"]), package.data_path.read_bytes(), 0o600
 
     def settle(self, folder: ClusterFolder) -> View:
         """Until the cluster is what was asked for. Raises with the reason when it cannot become that any more."""
@@ -536,10 +664,10 @@ class Lifecycle:
             handles = [Handle.from_json(h) for h in record.handles]
             if any(node.handle is None for node in record.nodes.values()):
                 known, table = {h.native_id for h in handles}, record.spec.get(record.site) or {}
-                strays = backend.strays(record.id, table, self.host)
+                strays = backend.strays(record.id, table, self.host_of(record))
                 handles += [h for h in strays if h.native_id not in known]
             try:
-                backend.cancel(handles, self.host, now=now)
+                backend.cancel(handles, self.host_of(record), now=now)
             except HeliostatError:
                 folder.record()  # raises when another command has put it into the history meanwhile
                 raise
@@ -625,6 +753,9 @@ class Lifecycle:
                 job.update(
                     last[job["id"]], **({} if over else {"status": "STOPPED"})
                 )  # it ended with the cluster
+        mirror = self.mirror(view.folder, record)
+        if mirror:
+            self._bring_home(mirror)
         try:
             with view.folder.lock():
                 self._check_it_is(view.folder, record)
@@ -633,6 +764,15 @@ class Lifecycle:
             folder = self.store.last_past(record.name) or view.folder
         self.emit(Event("done", f"`{record.name}` has ended", None, {"reason": record.reason}))
         return View(folder, record, view.live)
+
+    def _bring_home(self, mirror: Mirror) -> None:
+        try:
+            work = mirror.finish()
+        except (HeliostatError, ValueError, OSError) as error:
+            self.emit(Event("note", f"its logs stay on {mirror.host.target} in {mirror.place}: {error}"))
+            return
+        if work:
+            self.emit(Event("note", f"what the command wrote is on {mirror.host.target} in {work}"))
 
     def restart(self, name: str) -> View:
         from heliostat import planning
@@ -678,7 +818,8 @@ class Lifecycle:
         handle = next(
             (Handle.from_json(h) for h in view.record.handles if h["native_id"] == head.handle), None
         )
-        return backends.load(view.record.site).reach(handle, self.host) if handle else self.host
+        host = self.host_of(view.record)
+        return backends.load(view.record.site).reach(handle, host) if handle else host
 
 
 def make_move(node: NodeRecord, state: NodeState, reason: str) -> dict[str, Any]:

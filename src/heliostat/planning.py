@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -33,18 +34,27 @@ def plan(
     command: dict[str, Any] | None = None,
     launch: int = 1,
     host: Transport | None = None,
+    standalone: bool = False,
+    home: Path | None = None,
 ) -> tuple[Order, Plan]:
     """What the site would write and run to start these nodes (None: all of them). Does nothing; on `host` it may look
-    at what the site has."""
+    at what the site has. standalone: for a person who starts it by hand, where nothing of the record exists. home: the
+    person's on the machine that the site is reached through, where that is another."""
     backend = backends.load(spec.on)
+    if home and spec.environment.venv and spec.environment.venv.startswith("~/"):
+        venv = str(home / spec.environment.venv[2:])
+        spec = spec.model_copy(update={"environment": spec.environment.model_copy(update={"venv": venv})})
     options = site_options(spec)
+    by_hand = {"standalone": True} if standalone else {}
     order = Order(
         spec=spec,
         options=options,
         members=members(spec) if nodes is None else nodes,
         folder=folder.path,
-        agent=folder.agent,
-        config={**agent_config(folder, spec, mark, command), "launch": launch},
+        agent=Path(__file__).parent / "agent" if standalone else folder.agent,
+        config={**agent_config(folder, spec, mark, command), "launch": launch, **by_hand},
+        python="python3" if home else sys.executable,
+        group_options={name: site_options(spec, group.options) for name, group in spec.groups.items()},
         facts=backend.survey(options, host) if host is not None else {},
     )
     return order, backend.plan(order)
@@ -56,11 +66,11 @@ def site_table(site: str) -> TypeAdapter[Any]:
     return TypeAdapter(checked(backends.load(site).Options, frozen=True, config=ConfigDict(extra="forbid")))
 
 
-def site_options(spec: ClusterSpec) -> Any:
-    """The site's own table, checked."""
+def site_options(spec: ClusterSpec, more: Mapping[str, Any] | None = None) -> Any:
+    """The site's own table, checked; `more`: what differs for a group."""
     known = [field.name for field in fields(backends.load(spec.on).Options)]
     try:
-        return site_table(spec.on).validate_python(spec.sites.get(spec.on, {}))
+        return site_table(spec.on).validate_python({**spec.sites.get(spec.on, {}), **(more or {})})
     except ValidationError as error:
         raise config.explain(error, {}, lambda path: known, prefix=spec.on) from None
 

@@ -42,13 +42,15 @@ def split(text: str) -> list[str]:
     return shlex.split(text)
 
 
-def agent_script(environment: Environment | None, agent: Path, verb: str, **more: Any) -> BatchScript:
-    """The script that calls the agent by the Python of this environment (None: our own)."""
+def agent_script(
+    environment: Environment | None, agent: Path, verb: str, *, python: str = sys.executable, **more: Any
+) -> BatchScript:
+    """The script that calls the agent by the Python of this environment (`python`: where it names none)."""
     if environment is None:
-        return BatchScript([sys.executable, str(agent), verb], **more)
+        return BatchScript([python, str(agent), verb], **more)
     special = environment.venv or environment.conda
     return BatchScript(
-        ["python3" if special else sys.executable, str(agent), verb],
+        ["python3" if special else python, str(agent), verb],
         setup=environment.setup,
         venv=str(Path(environment.venv).expanduser()) if environment.venv else None,
         conda=environment.conda,
@@ -67,7 +69,7 @@ class BatchScript:
     comment: str = ""
     venv: str | None = None
     conda: str | None = None
-    stdin: str | None = None
+    config: str = ""  # one line of JSON for the agent; where there is none, it comes on standard input
 
     def render(self) -> str:
         lines = ["#!/bin/bash", *self.directives]
@@ -80,8 +82,9 @@ class BatchScript:
             # a batch shell has no `conda activate` until its hook has run
             first.append('eval "$(conda shell.bash hook)" || exit 1')
             first.append(f"conda activate {quote([self.conda])} || exit 1")
-        if self.stdin:
-            return "\n".join([*lines, *first, f"exec {quote(self.command)} < {quote([self.stdin])}"]) + "\n"
+        if self.config:
+            here = [f"exec {quote(self.command)} <<'CONFIG'", self.config, "CONFIG"]
+            return "\n".join([*lines, *first, *here]) + "\n"
         if not first:
             return "\n".join([*lines, f"exec {quote(self.command)}"]) + "\n"
         # what comes on standard input is the agent's: a set-up line that reads must not swallow it

@@ -153,6 +153,9 @@ class Group(Model):
     memory: Bytes | None = Field(None, gt=0, description="memory that Ray may use on each")
     labels: Labels = Field({}, description="Ray labels of the nodes")
     resources: dict[str, float] = Field({}, description="custom Ray resources of each")
+    options: dict[str, Any] = Field(
+        {}, description="of the site's own table, what differs here: {partition: gpu}"
+    )
 
     _labels = field_validator("labels")(lambda labels: check_labels(labels))
 

@@ -38,7 +38,8 @@ TRANSITIONS: dict[NodeState, frozenset[NodeState]] = {
     N.READY: frozenset({N.QUEUED, N.STARTING, N.LOST, N.STOPPING, N.FAILED, N.GONE, N.UNKNOWN}),
     # a cable that is plugged in again, a requeue after a power failure, or the end
     N.LOST: frozenset({N.QUEUED, N.STARTING, N.READY, N.STOPPING, N.FAILED, N.GONE, N.UNKNOWN}),
-    N.STOPPING: frozenset({N.GONE, N.FAILED, N.UNKNOWN}),
+    # ended for a while: a scheduler that took the machines back queues the job again under its name
+    N.STOPPING: frozenset({N.QUEUED, N.ALLOCATED, N.STARTING, N.READY, N.GONE, N.FAILED, N.UNKNOWN}),
     # silence ends with whatever is true by then
     N.UNKNOWN: frozenset(s for s in N if s not in (N.UNKNOWN, N.REQUESTED)),
     N.GONE: frozenset(),

@@ -59,6 +59,9 @@ class Record:
     launches: int = 0  # never counts back: the name of a node that left may come back
     jobs: list[dict[str, Any]] = field(default_factory=list)
     joins: int = 0  # how many there have been
+    place: str | None = (
+        None  # the cluster's folder on the machine that it is reached through, where that is another
+    )
     command: dict[str, Any] | None = None
     ready: float | None = None  # when it was whole for the first time
     ended: float | None = None
@@ -171,7 +174,7 @@ class ClusterFolder:
         except OSError:
             return None
 
-    def ask(self, request: dict[str, Any]) -> None:
+    def ask(self, request: Mapping[str, Any]) -> None:
         """Leaves a request for the head's agent, which looks once a second."""
         folder = self.path / "requests"
         folder.mkdir(mode=0o700, exist_ok=True)

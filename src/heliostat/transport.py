@@ -1,4 +1,4 @@
-"""The one door for processes and files of other machines: this computer now, a host over ssh later.
+"""The one door for processes and files of machines: this computer here, a host over ssh in `ssh.py`.
 
 Every call has a deadline, keeps both streams, and takes words, never a shell string.
 """
@@ -40,16 +40,18 @@ class Spawned:
 class Transport(Protocol):
     def run(self, argv: Sequence[str], *, input: bytes = b"", timeout: float) -> Completed: ...
 
-    def spawn(
-        self, argv: Sequence[str], *, log: Path, cwd: Path, env: Mapping[str, str] | None = None
-    ) -> Spawned:
-        """`env` is added to the environment."""
-        ...
-
     def read(self, path: Path, offset: int = 0, limit: int = 1 << 20) -> bytes: ...
 
     def forward(self, host: str, port: int) -> tuple[str, int]:
         """Where a connection reaches `host:port` of that machine's network from here."""
+        ...
+
+
+class Spawner(Transport, Protocol):
+    def spawn(
+        self, argv: Sequence[str], *, log: Path, cwd: Path, env: Mapping[str, str] | None = None
+    ) -> Spawned:
+        """`env` is added to the environment."""
         ...
 
 

@@ -38,12 +38,17 @@ class Command:
         env.update(self.config.get("env") or {})
         env.update(client_environment(self.config, self.temp))
         env.update(RAY_ADDRESS=address, PYTHONUNBUFFERED="1")
+        if self.words.get("package") and not os.path.isdir(self.words["cwd"]):
+            files.unzip(self.words["package"], self.words["cwd"])
         self.job.update(status="RUNNING", started=time.time())
+        by_hand = self.config.get("standalone")  # then the job's own log is where a person looks
         base = os.path.join(self.config["folder"], "logs", self.job["id"])
         try:
-            with open(base + ".out", "wb") as out, open(base + ".err", "wb") as err:
+            # appended to: a job that a scheduler runs again goes on where it was
+            with open(base + ".out", "ab") as out, open(base + ".err", "ab") as err:
                 self.process = await asyncio.create_subprocess_exec(
-                    *argv, cwd=self.words["cwd"], env=env, stdin=asyncio.subprocess.DEVNULL, stdout=out, stderr=err,
+                    *argv, cwd=self.words["cwd"], env=env, stdin=asyncio.subprocess.DEVNULL,
+                    stdout=None if by_hand else out, stderr=None if by_hand else err,
                     start_new_session=True, preexec_fn=lambda: processes.die_with_parent(signal.SIGKILL),
                 )  # fmt: skip
             self.changed()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import zipfile
 from typing import Any, Dict, Optional
 
 OF_A_HEAD = ("head.json", "connection.json", "connection.env")  # nobody must find a head that is not there
@@ -36,6 +37,15 @@ def read_json(path: str) -> Optional[Dict[str, Any]]:
     except (OSError, ValueError):
         return None
     return value if isinstance(value, dict) else None
+
+
+def unzip(archive: str, folder: str) -> None:
+    """With the files' modes, which Python's own does not keep."""
+    with zipfile.ZipFile(archive) as source:
+        for entry in source.infolist():
+            made = source.extract(entry, folder)
+            if entry.external_attr >> 16:
+                os.chmod(made, entry.external_attr >> 16 & 0o777 | 0o600)
 
 
 def tail(path: str, limit: int = 4096) -> str:

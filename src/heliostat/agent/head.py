@@ -25,7 +25,7 @@ from ray.core.generated import autoscaler_pb2
 ask = json.load(sys.stdin)
 client = GcsClient(address=ask["address"])
 for node in client.get_all_node_info(timeout=10).values():
-    if node.state == 0 and not node.is_head_node:
+    if node.state == 0 and not node.is_head_node and node.node_name not in ask["but"]:
         reason = autoscaler_pb2.DRAIN_NODE_REASON_PREEMPTION
         print(client.drain_node(node.node_id.hex(), reason, ask["reason"], ask["deadline_ms"]))
 """
@@ -43,6 +43,7 @@ class Head(Node):
         self.ended: Optional[Json] = None
         self.idle = IdleClock(config.get("idle") or {}, self._path("keepalive"))
         self.winding_down = False
+        self.warned: Optional[Json] = None  # the last thing that whoever looks must be told
         self.look: Optional[asyncio.Future[None]] = None
         self.jobs: List[Json] = []  # what had become of the submitted jobs when the cluster ended
         self._flush_due = False
@@ -96,7 +97,7 @@ class Head(Node):
     def flush(self) -> None:
         self._flush_due = False
         job = self.work.job if self.work else None
-        state = {"schema": 1, "nodes": self.nodes, "job": job, "started": self.started}
+        state = {"schema": 1, "nodes": self.nodes, "job": job, "started": self.started, "warned": self.warned}
         try:
             files.write_json(self._path("state.json"), {**state, "jobs": self.jobs, "ended": self.ended})
         except OSError:
@@ -170,15 +171,14 @@ class Head(Node):
     async def clocks(self) -> None:
         """Beats, idle time, the time limit. Returns when the cluster should end."""
         assert self.block
-        limit, grace, warned = self.config.get("time_limit_s"), float(self.config.get("grace_s", 10)), False
+        limit = self.config.get("time_limit_s")
         looked = -1e9
         for beat in range(1 << 62):
             if limit:
                 left = limit - (time.monotonic() - self.began)
-                if left <= WARN_S and not warned:
-                    warned = True
-                    self.note({"event": "the time limit is %d s away" % left})
-                if left <= grace and self.config.get("own_clock", True):
+                if left <= WARN_S and not self.warned and limit > WARN_S:
+                    self.warn("the time limit is %d minutes away" % (left // 60))
+                if left <= self.grace_s and self.config.get("own_clock", True):
                     return self.stop("the time limit of %d s is reached" % limit)
             if time.monotonic() - looked >= self.idle.every_s:
                 looked = time.monotonic()
@@ -188,6 +188,11 @@ class Head(Node):
             if beat % 5 == 0:
                 self.pulse(beat)
             await asyncio.sleep(min(1.0, self.idle.every_s))
+
+    def warn(self, text: str) -> None:
+        self.warned = {"at": time.time(), "text": text}
+        self.note({"event": text})
+        self.flush_soon()
 
     def read_requests(self) -> None:
         """What clients ask of a running cluster: one small file each, removed when it is read."""
@@ -201,8 +206,7 @@ class Head(Node):
             os.unlink(os.path.join(folder, name))
             self.note({"request": request})
             if request.get("do") == "stop-job" and self.work and request.get("job") == self.work.job["id"]:
-                grace = float(self.config.get("grace_s", 10))
-                self.background.append(asyncio.ensure_future(self.work.end(grace, self.at_once)))
+                self.background.append(asyncio.ensure_future(self.work.end(self.grace_s, self.at_once)))
             elif self.hub and request.get("node"):
                 self.hub.tell(request, request["node"])
 
@@ -240,30 +244,46 @@ class Head(Node):
         self.background.append(asyncio.ensure_future(self.wind_down("the time limit is near")))
 
     async def wind_down(self, reason: str) -> None:
-        """Tells everybody that the end is near: Ray drains the workers with the true deadline (Ray Train sees that as a
-        preemption), the command gets SIGTERM; then the end comes when the work is done, or the grace is over."""
+        """Tells everybody that the end is near. Half of the grace is Ray's: its workers drain with that deadline (Ray Train
+        sees a preemption and saves). Then commands get SIGTERM, here and on nodes that joined with one, and have the other
+        half. The end comes when the work is done, or the grace is over. A head alone has nothing to drain."""
         if self.winding_down:
             return
         self.winding_down = True
-        grace = float(self.config.get("grace_s", 60))
-        end = time.monotonic() + grace
-        self.note({"event": "%s: %d s to finish" % (reason, grace)})
-        self.background.append(asyncio.ensure_future(self.drain_workers(reason, grace)))
+        end = time.monotonic() + self.grace_s
+        self.warn("%s: %d s to finish" % (reason, self.grace_s))
+        if any(node.get("state") == "READY" for name, node in self.nodes.items() if name != self.name):
+            notice = asyncio.ensure_future(self.drain_workers(reason, self.grace_s / 2))
+            self.background.append(notice)
+            while time.monotonic() < end - self.grace_s / 2 and await self.busy():
+                await asyncio.sleep(1)
+        if self.hub:
+            self.hub.tell({"do": "warn", "reason": reason, "seconds": end - time.monotonic()})
         if self.work:
-            await self.work.end(grace, self.at_once)
-        while time.monotonic() < end and not self.work:
-            try:
-                if await activity(self.block.ports["dashboard"], self.secret) is None:  # type: ignore[union-attr]
-                    break
-            except (OSError, KeyError, TypeError, asyncio.TimeoutError):
-                pass
+            await self.work.end(end - time.monotonic(), self.at_once)
+        while time.monotonic() < end and await self.busy():
             await asyncio.sleep(1)
         self.stop(reason)
 
+    def guests_at_work(self) -> List[str]:
+        """Nodes that joined with a command of their own, which has not ended."""
+        jobs = ((name, node.get("job") or {}) for name, node in self.nodes.items())
+        return [name for name, job in jobs if job.get("status") in ("PENDING", "RUNNING", "STOPPING")]
+
+    async def busy(self) -> bool:
+        """Is there work that somebody would miss? Where nobody can tell: yes."""
+        if self.guests_at_work() or (self.work and self.work.waits_or_runs):
+            return True
+        try:
+            return await activity(self.block.ports["dashboard"], self.secret) is not None  # type: ignore[union-attr]
+        except (OSError, KeyError, TypeError, asyncio.TimeoutError):
+            return True
+
     async def drain_workers(self, reason: str, seconds: float) -> None:
-        """Through Ray itself, in a child: the agent never imports it."""
+        """Through Ray itself, in a child: the agent never imports it. Where a command runs, its end is the node's: Ray
+        would end a node whose only work is a driver."""
         assert self.block
-        request = {"address": join(self.ip, self.block.ports["gcs"]), "reason": reason,
+        request = {"address": join(self.ip, self.block.ports["gcs"]), "reason": reason, "but": self.guests_at_work(),
                    "deadline_ms": int((time.time() + seconds) * 1000)}  # fmt: skip
         env = {**os.environ, **client_environment(self.config, self.temp)}
         with open(os.path.join(self.logs, "drain.log"), "ab") as log:
@@ -276,7 +296,7 @@ class Head(Node):
 
     async def leave(self) -> None:
         if self.work:
-            await self.work.end(float(self.config.get("grace_s", 10)), self.at_once)
+            await self.work.end(self.grace_s, self.at_once)
             self.work.close()
         elif self.block:
             try:
@@ -294,7 +314,7 @@ class Head(Node):
         self.flush_soon()
         answer = await super().run()
         self.ended = {"at": time.time(), "reason": self.reason, "exit_code": self.exit_code()}
-        for name in files.OF_A_HEAD:
+        for name in (*files.OF_A_HEAD, *(["token"] if self.config.get("standalone") else [])):
             try:
                 os.unlink(self._path(name))
             except OSError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
 import signal
 import sys
@@ -42,6 +43,8 @@ def do_node(config: Json) -> Json:
     ends, the keeper ends every process that is left of it and removes its folder."""
     os.umask(0o077)
     config = _mine(config)
+    if config.get("standalone"):
+        _make_folder(config)
     os.environ[processes.MARK] = config["mark"]
     # told to end before anybody can listen: it waits until both of us do
     signal.pthread_sigmask(signal.SIG_BLOCK, processes.SIGNALS)
@@ -80,7 +83,15 @@ def _mine(config: Json) -> Json:
         if config.get("others") is not None or len(config["members"]) == 1
         else int(os.environ[config["rank"]]) + 1
     )
-    return {**config, **config["members"][place], "whole": config}
+    me = config["members"][place]
+    return {**config, **me, "mark": "%s-%s" % (config["mark"], me["node"]), "whole": config}
+
+
+def _make_folder(config: Json) -> None:
+    """Nobody has made the record: a person submitted the script by hand."""
+    os.makedirs(os.path.join(config["folder"], "logs"), exist_ok=True)
+    if config["auth"] == "token" and config["role"] == "head" and not os.path.exists(config["token_path"]):
+        files.write(config["token_path"], secrets.token_hex(32))
 
 
 def _be_the_agent(config: Json, temp: str, keeper: int, writer: int) -> None:

@@ -43,6 +43,8 @@ class Node:
         self.ray: Optional[RayNode] = None
         self.block: Optional[ports.Block] = None
         self.stop_reason = ""
+        self.told_at = self.continued_at = float("-inf")
+        self.grace_s = float(config.get("grace_s", 10))
         self.stopping = asyncio.Event()
         self.at_once = asyncio.Event()  # told twice, or the whole cluster ends: no draining
         self.step: Optional[asyncio.Future[None]] = None
@@ -90,8 +92,11 @@ class Node:
 
     def stop(self, reason: str) -> None:
         reason = "its keeper was killed" if self.forsaken else reason
-        if self.stopping.is_set():
-            self.at_once.set()
+        if self.stopping.is_set() and time.monotonic() - self.told_at > 1:
+            self.at_once.set()  # a scheduler signals keeper and agent alike: within a second that is one word
+        elif not self.stopping.is_set():
+            self.told_at = time.monotonic()
+            self.hurry()
         self.stop_reason = self.stop_reason or reason
         self.stopping.set()
 
@@ -106,6 +111,15 @@ class Node:
         if self.config["auth"] == "token" and version_tuple(version) < OLDEST_WITH_TOKENS:
             raise Refused("Ray %s has no authentication (2.52 is the first that does)" % version)
         self.info.update(ray=version, python=probe.python_version(), host=socket.gethostname())
+
+    def name_interface(self) -> None:
+        """Whoever names a network means it for NCCL and Gloo too; a variable that the person set stays."""
+        if self.config["address"].get("interface"):
+            name = probe.interface_of(self.ip)
+            env = self.config.setdefault("env", {})
+            for key in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+                if name and key not in os.environ:
+                    env.setdefault(key, name)
 
     def size(self) -> None:
         """Settles what Ray may use here: what was asked for, else our share of this node's allocation."""
@@ -216,6 +230,16 @@ class Node:
         """The scheduler says that the time limit is near."""
         self.stop("the time limit is near")
 
+    def continued(self) -> None:
+        self.continued_at = time.monotonic()
+        self.hurry()
+
+    def hurry(self) -> None:
+        """Slurm sends SIGCONT with the SIGTERM after which it kills everything: there is less time than we asked for."""
+        if abs(self.continued_at - self.told_at) < 2:
+            self.grace_s = min(self.grace_s, float(self.config.get("kill_wait_s", 30)) / 2)
+            self.config["drain_s"] = min(float(self.config.get("drain_s", 20)), self.grace_s)
+
     # -- the whole life
 
     async def live(self) -> None:
@@ -238,6 +262,7 @@ class Node:
             self.ip = probe.address(
                 self.config["address"].get("interface"), self.config["address"]["default"]
             )
+            self.name_interface()
             self.check_ray()
             self.size()
             if self.config.get("others"):
@@ -254,6 +279,8 @@ class Node:
         elif end != "FAILED" and self.forsaken:
             end = "FAILED"
         self.move("STOPPING", reason or self.stop_reason)
+        if "kill_wait_s" in self.config:
+            await asyncio.sleep(0.05)  # a second signal may say how much time there is
         await self.leave()
         if self.ray:
             self.ray.keep_logs(self.logs)
@@ -302,7 +329,8 @@ class Worker(Node):
         elif message.get("do") == "leave":
             self.stop(str(message.get("reason", "told to leave")))
         elif message.get("do") == "warn" and self.work:
-            self.work.send(signal.SIGTERM)
+            grace = float(message.get("seconds", self.grace_s))
+            self.background.append(asyncio.ensure_future(self.work.end(grace, self.at_once)))
         elif message.get("do") == "stop":
             self.at_once.set()
             self.stop(str(message.get("reason", "the cluster ends")))
@@ -362,7 +390,7 @@ class Worker(Node):
 
     async def leave(self) -> None:
         if self.work:
-            await self.work.end(float(self.config.get("grace_s", 10)), self.at_once)
+            await self.work.end(self.grace_s, self.at_once)
             self.work.close()
         if self.ray is None:
             return
@@ -400,6 +428,7 @@ def serve(config: Json, temp: str, make: Callable[[Json, str], Node]) -> Json:
         for number, reason in processes.ENDINGS.items():
             loop.add_signal_handler(number, node.stop, reason)
         loop.add_signal_handler(signal.SIGUSR1, node.time_is_up)
+        loop.add_signal_handler(signal.SIGCONT, node.continued)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, processes.SIGNALS)
         return await node.run()
 

@@ -204,6 +204,11 @@ def address(interface: Optional[str], default: str, root: str = "/") -> str:
     return chosen[0]
 
 
+def interface_of(ip: str) -> Optional[str]:
+    """The name of the interface that has this address."""
+    return next((str(one["name"]) for one in interfaces() if ip in one["addresses"]), None)
+
+
 def _read(*parts: str) -> str:
     try:
         with open(os.path.join(*parts), encoding="utf-8", errors="replace") as stream:

@@ -94,8 +94,8 @@ class RayNode:
             RAY_enable_autoscaler_v2="1",
             RAY_USAGE_STATS_ENABLED="0",
         )
-        if not os.environ.get("TMPDIR"):
-            # Ray's processes leave folders in /tmp when they are ended; there they go with ours
+        if self.temp.startswith(os.path.join(os.environ.get("TMPDIR") or "/", "")):
+            # Ray's processes leave folders in /tmp when they are ended; there they go with ours. (Slurm always names one.)
             env["TMPDIR"] = os.path.join(self.temp, "tmp")
             os.makedirs(env["TMPDIR"], mode=0o700, exist_ok=True)
         return env

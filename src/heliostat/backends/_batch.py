@@ -10,11 +10,12 @@ import json
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from heliostat import relay
-from heliostat.backends.base import File, Order, Plan, Step
+from heliostat.backends.base import Order
 from heliostat.errors import HeliostatError
 
 if TYPE_CHECKING:
@@ -22,32 +23,49 @@ if TYPE_CHECKING:
     from heliostat.transport import Completed, Transport
 
 MARGIN_S = (
-    30  # between the end of the grace and the scheduler's SIGKILL: what ending Ray and cleaning up may take
+    30  # from the end of the grace to the scheduler's SIGKILL: what ending Ray and cleaning up may take
 )
 COMMAND_S = 60.0  # for one scheduler command; a slow controller is not a dead one
 
 
-def job_files(order: Order, others: Sequence[str], rank: str) -> tuple[str, File]:
+def by_group(order: Order) -> list[Order]:
+    """The parts that become jobs of their own, the head's first: each with its group's own options."""
+    groups: dict[str | None, list[Member]] = {}
+    for member in order.members:
+        groups.setdefault(member.group, []).append(member)
+    return [
+        replace(order, members=part, options=order.group_options.get(group or "", order.options))
+        for group, part in groups.items()
+    ]
+
+
+def job_config(order: Order, others: Sequence[str], rank: str) -> tuple[str, str]:
     """(suffix of the job's files, the agents' config).
 
     others: the command that starts the agents of the other nodes; rank: the variable that counts them there, from 0."""
     first = order.members[0].name
     suffix = "" if first == "head" else f"-{first}"
+    members = [_member_config(order, member) for member in order.members]
+    common = members[-1]["resources"]  # said once: a thousand nodes are mostly alike
+    for member in members:
+        if member["resources"] == common:
+            del member["resources"]
     config = {
         **order.config,
         "address": {"interface": order.spec.network.interface, "default": "route"},
-        "members": [member_config(order, member) for member in order.members],
+        "role": "worker",
+        "resources": common,
+        "members": members,
         "others": list(others) if len(order.members) > 1 else None,
         "rank": rank,
     }
-    return suffix, File(order.folder / f"agents{suffix}.json", json.dumps(config, indent=1) + "\n")
+    return suffix, json.dumps(config)
 
 
-def member_config(order: Order, member: Member) -> dict[str, Any]:
+def _member_config(order: Order, member: Member) -> dict[str, Any]:
     return {
         "node": member.name,
-        "role": member.role,
-        "mark": f"{order.config['mark']}-{member.name}",
+        **({"role": "head"} if member.role == "head" else {}),
         "resources": {
             "cpus": member.cpus,
             "gpus": member.gpus,
@@ -57,11 +75,6 @@ def member_config(order: Order, member: Member) -> dict[str, Any]:
             "labels": member.labels,
         },
     }
-
-
-def job_plan(order: Order, submit: Sequence[str], script: File, config: File) -> Plan:
-    names = tuple(member.name for member in order.members)
-    return Plan((config, script), (Step((*submit, str(script.path)), names, {"mark": order.config["mark"]}),))
 
 
 def ask(host: Transport, argv: Sequence[str]) -> Completed:
@@ -116,7 +129,7 @@ class ThroughHub:
 
     def __init__(self, host: Transport, folder: Path) -> None:
         self.host, self.folder = host, folder
-        self.run, self.spawn, self.read = host.run, host.spawn, host.read
+        self.run, self.read = host.run, host.read
 
     def forward(self, host: str, port: int) -> tuple[str, int]:
         try:

@@ -6,6 +6,7 @@ pydantic checks where a file or a flag is read.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,6 +55,8 @@ class Order:
     folder: Path
     agent: Path
     config: Mapping[str, Any]
+    python: str = sys.executable  # what runs the agent where the environment names nothing else
+    group_options: Mapping[str, Any] = field(default_factory=dict)  # a group's own, in place of `options`
     facts: Mapping[str, Any] = field(default_factory=dict)  # what `survey` saw
 
 
@@ -75,7 +78,8 @@ class Handle:
 
 @dataclass(frozen=True)
 class Observation:
-    """What the other party says of a handle: QUEUED, ALLOCATED (it runs), GONE or UNKNOWN, with its own word."""
+    """What the other party says of a handle: QUEUED, ALLOCATED (it runs), STOPPING, GONE, UNKNOWN, or FAILED (it can never
+    run), with its own word."""
 
     state: NodeState
     reason: str = ""
@@ -98,6 +102,7 @@ class Backend(Protocol):
     starts_ray: ClassVar[bool]  # True: our agent runs `ray start`; False: the platform does
     shares_files: ClassVar[bool]  # True: the head sees the caller's folders under the same paths
     takes_options: ClassVar[bool]  # True: there is a scheduler whose own options a person may give
+    pace: ClassVar[tuple[float, float]]  # seconds between two questions to the site: after news, and at most
 
     def checks(self, spec: ClusterSpec | None, host: Transport) -> list[Check]:
         """For `doctor`; never raises."""

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from heliostat.backends import _batch
-from heliostat.backends.base import Check, File, Handle, Observation, Order, Plan
+from heliostat.backends.base import Check, File, Handle, Observation, Order, Plan, Step
 from heliostat.errors import HeliostatError, UsageError
 from heliostat.states import NodeState
-from heliostat.units import format_duration
+from heliostat.units import count, format_duration
 
 if TYPE_CHECKING:
     from heliostat.spec import ClusterSpec
@@ -21,13 +22,15 @@ if TYPE_CHECKING:
 
 N = NodeState
 DAY_S = 86400
-END_S = 60.0  # for the agents to end a job in order
+END_S = 60.0  # for the agents to end a job in order, beside the grace that the work has
+OBSERVE_S = 20.0  # for a question that is asked again anyway
 CANCEL_S = 120.0  # for SLURM to end it after that
 
 # every word that a job can be in; an unlisted one is UNKNOWN with the word kept
 STATES = {
     **dict.fromkeys(("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"), N.QUEUED),
-    **dict.fromkeys(("RUNNING", "COMPLETING", "SIGNALING", "RESIZING", "STAGE_OUT"), N.ALLOCATED),
+    **dict.fromkeys(("RUNNING", "SIGNALING", "RESIZING"), N.ALLOCATED),
+    **dict.fromkeys(("COMPLETING", "STAGE_OUT"), N.STOPPING),
     **dict.fromkeys(
         ("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "BOOT_FAIL", "DEADLINE", "REVOKED"),
         N.GONE,
@@ -65,6 +68,17 @@ WAITING = {
     "MaxJobsPerAccount": "your account has as many jobs as it may",
     "JobArrayTaskLimit": "the array has as many tasks running as it may",
     "None": "has just been submitted",
+}
+AFTER = "--dependency=after:HEAD"  # a group's nodes have nothing to do before the head's job begins
+IN_TURN = ("Priority", "Resources")  # who waits for these has a place in the queue
+ENDED = {
+    "TIMEOUT": "the time limit was reached",
+    "CANCELLED": "the job was cancelled",
+    "NODE_FAIL": "a machine of the job failed",
+    "PREEMPTED": "another job took its machines (preempted)",
+    "OUT_OF_MEMORY": "the job used more memory than it asked for",
+    "DEADLINE": "its deadline has passed",
+    "BOOT_FAIL": "its machines did not boot",
 }
 PASSING = re.compile(
     r"socket timed out|unable to contact slurm controller|temporarily unable|resource temporarily|connection refused"
@@ -124,6 +138,7 @@ class Slurm:
     starts_ray: ClassVar[bool] = True
     shares_files: ClassVar[bool] = True
     takes_options: ClassVar[bool] = True
+    pace: ClassVar[tuple[float, float]] = (0.25, 10.0)
 
     def checks(self, spec: ClusterSpec | None, host: Transport) -> list[Check]:
         return checks(host)
@@ -131,70 +146,93 @@ class Slurm:
     # -- planning
 
     def survey(self, options: Any, host: Transport) -> dict[str, Any]:
-        """{"partitions": {name: {"default", "up", "time_s", "nodes"}}}"""
-        where = [f"--clusters={options.clusters}"] if options.clusters else []
+        """{"partitions": {name: {"default", "up", "time_s", "nodes", "most", "kinds"}}, "kill_wait_s", "partition"}"""
+        argv = ["sinfo", "--noheader", "--format=%P|%a|%l|%D|%c|%m|%G|%s", *_where(_clusters(options))]
+        facts: dict[str, Any] = {}
         try:
-            done = host.run(["sinfo", "--noheader", "--format=%P|%a|%l|%D|%c|%m|%G", *where], timeout=20)
+            done = host.run(argv, timeout=20)
+            if done.code == 0:
+                facts["partitions"] = partitions(done.out)
+            shown = host.run(["scontrol", "show", "config"], timeout=20).out
         except HeliostatError:
-            return {}
-        return {"partitions": partitions(done.out)} if done.code == 0 else {}
+            return facts
+        wait = re.search(r"^KillWait\s*=\s*(\d+)", shown, re.MULTILINE)
+        if wait:
+            facts["kill_wait_s"] = int(wait[1])
+        if os.environ.get("SBATCH_PARTITION") and not options.via:
+            facts["partition"] = os.environ["SBATCH_PARTITION"]  # sbatch takes it where nothing else is said
+        return facts
 
     def plan(self, order: Order) -> Plan:
+        """One job for the head and the plain workers, one for each group of workers: a group has its own partition, its own
+        place in the queue, and is not waited for by the rest. (A heterogeneous job would start all or nothing.)"""
+        jobs = [self._job(part) for part in _batch.by_group(order)]
+        first, *rest = (step for job in jobs for step in job.steps)
+        after = [replace(step, argv=(*step.argv[:1], AFTER, *step.argv[1:])) for step in rest]
+        steps = (first, *(after if order.members[0].role == "head" else rest))
+        return Plan(tuple(file for job in jobs for file in job.files), steps)
+
+    def _job(self, order: Order) -> Plan:
         from heliostat.script import agent_script
         from heliostat.units import parse_duration
 
         spec, options = order.spec, order.options
-        if options.via:
-            raise UsageError("`slurm.via` is not built yet", hint="run heliostat on the login node")
         limit = spec.time or (parse_duration(options.time) if options.time is not None else None)
         most = check_fits(order, limit)
-        if limit is None and not order.config["command"] and order.members[0].role == "head":
-            # a persistent head lives for a day unless somebody says otherwise, or the partition ends it sooner
+        if limit is None and not order.config["command"]:
+            # what stays lives for a day unless somebody says otherwise, or the partition ends it sooner
             limit = min(DAY_S, most or DAY_S)
         grace = parse_duration(options.grace)
         if limit is not None:
-            grace = max(
-                10, min(grace, limit // 4)
-            )  # a short job must not be told at its beginning that it ends
-        order = _with_config(order, {"grace_s": grace, "time_limit_s": limit, "own_clock": False})
-        python = agent_script(spec.environment, order.agent, "node").command
-        suffix, config = _batch.job_files(order, self._step(order, python), "SLURM_PROCID")
+            # a short job must not be told at its beginning that it ends
+            grace = max(10, min(grace, limit // 4))
+        told = {"grace_s": grace, "time_limit_s": limit, "own_clock": False}
+        if "kill_wait_s" in order.facts:
+            told["kill_wait_s"] = order.facts["kill_wait_s"]
+        order = _with_config(order, told)
+        python = agent_script(spec.environment, order.agent, "node", python=order.python).command
+        suffix, config = _batch.job_config(order, self._step(order, python), "SLURM_PROCID")
         script = agent_script(
             spec.environment,
             order.agent,
             "node",
             directives=[f"#SBATCH {line}" for line in self._directives(order, suffix, limit, grace)],
-            comment=f"heliostat: {len(order.members)} nodes of `{spec.cluster_name}`; this script is the first of them",
-            stdin=str(config.path),
+            comment=f"heliostat: {count(len(order.members), 'node')} of `{spec.cluster_name}`; this script is the first",
+            config=config,
+            python=order.python,
         )
         path = order.folder / f"script{suffix}.sh"
-        submit = ["sbatch", "--parsable", *([f"--clusters={options.clusters}"] if options.clusters else [])]
-        return _batch.job_plan(order, submit, File(path, script.render(), 0o700), config)
+        submit = ("sbatch", "--parsable", *_where(_clusters(options)), str(path))
+        names = tuple(member.name for member in order.members)
+        return Plan((File(path, script.render(), 0o700),), (Step(submit, names, {"grace_s": grace}),))
 
     def _step(self, order: Order, agent: Sequence[str]) -> list[str]:
         """Starts the agents of all nodes but the first, at once. Plain, so that 20.11 and 25 both take it."""
-        count = len(order.members) - 1
+        rest = len(order.members) - 1
         return [
-            "srun", "--overlap", "--mpi=none", "--relative=1", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1",
-            "--cpu-bind=none", "--kill-on-bad-exit=0", "--wait=0", "--input=all", "--export=ALL", *agent,
+            "srun", "--overlap", "--mpi=none", "--relative=1", f"--nodes={rest}", f"--ntasks={rest}", "--ntasks-per-node=1",
+            "--cpu-bind=none", "--kill-on-bad-exit=0", "--no-kill", "--wait=0", "--input=all", "--export=ALL", *agent,
         ]  # fmt: skip
 
     def _directives(self, order: Order, suffix: str, limit: int | None, grace: int) -> Iterator[str]:
         from heliostat.script import directive
 
-        options, count = order.options, len(order.members)
+        options, size = order.options, len(order.members)
         name = order.spec.cluster_name + suffix
         yield directive(f"--job-name={name}")
         yield directive(f"--comment=heliostat:{order.config['mark']}{suffix}")
-        yield f"--nodes={count}"
+        yield f"--nodes={size}"
         yield "--ntasks-per-node=1"
         logs = str(order.folder / "logs").replace("%", "%%")  # a percent sign has a meaning there
-        yield directive(f"--output={logs}/slurm{suffix}-%j.out")
+        place = f"{name}-%j.out" if order.config.get("standalone") else f"{logs}/slurm{suffix}-%j.out"
+        yield directive(f"--output={place}")
         yield "--open-mode=append"
         if limit is not None:
             yield f"--time={_minutes(limit)}"
         yield f"--signal=B:USR1@{grace + _batch.MARGIN_S}"
         yield "--requeue" if options.requeue else "--no-requeue"
+        if size > 1:
+            yield "--no-kill"  # Ray lives on when a worker's machine is lost
         members = order.members
         cpus = {m.cpus for m in members if m.cpus is not None and m.cpus > 0}
         if cpus:
@@ -217,28 +255,30 @@ class Slurm:
     # -- starting
 
     def launch(self, plan: Plan, order: Order, host: Transport) -> Iterator[Handle]:
+        detail = {"clusters": _clusters(order.options), "folder": str(order.folder)}
+        head = ""
         for step in plan.steps:
-            known = self._find(order, step.nodes, host)
-            job = known or self._submit(step.argv, order, host)
-            yield Handle(job, step.nodes, {"clusters": order.options.clusters, "folder": str(order.folder)})
+            argv = [f"--dependency=after:{head}" if word == AFTER else word for word in step.argv]
+            job = self._find(order, step.nodes, host) or self._submit(argv, order, host)
+            head = head or job
+            yield Handle(job, step.nodes, {**detail, **step.config})
 
     def _find(self, order: Order, nodes: Sequence[str], host: Transport) -> str | None:
         """A job of ours that an interrupted `up` submitted and could not write down."""
         suffix = "" if nodes[0] == "head" else f"-{nodes[0]}"
         wanted = f"heliostat:{order.config['mark']}{suffix}"
-        jobs = self._commented(order.options.clusters, host)
+        jobs = self._commented(_clusters(order.options), host)
         return next((job for job, comment in jobs if comment == wanted), None)
 
     def strays(self, mark: str, table: Mapping[str, Any], host: Transport) -> list[Handle]:
-        wanted = f"heliostat:{mark}"
-        jobs = self._commented(table.get("clusters"), host)
+        wanted, clusters = f"heliostat:{mark}", _clusters(Options(**table))
+        jobs = self._commented(clusters, host)
         found = [job for job, comment in jobs if comment == wanted or comment.startswith(wanted + "-")]
-        return [Handle(job, (), {"clusters": table.get("clusters")}) for job in found]
+        return [Handle(job, (), {"clusters": clusters}) for job in found]
 
     def _commented(self, clusters: str | None, host: Transport) -> list[tuple[str, str]]:
         """My jobs in the queue: (id, comment)."""
-        where = [f"--clusters={clusters}"] if clusters else []
-        argv = ["squeue", "--me", "--noheader", "--format=%i|%k", *where]
+        argv = ["squeue", "--me", "--noheader", "--format=%i|%k", *_where(clusters)]
         done = _batch.retry(lambda: _batch.ask(host, argv), PASSING)
         lines = [line.strip().partition("|") for line in done.out.splitlines()] if done.code == 0 else []
         return [(job, comment) for job, _, comment in lines]
@@ -253,38 +293,57 @@ class Slurm:
 
     def observe(self, handles: Sequence[Handle], host: Transport) -> dict[str, Observation]:
         try:
-            done = _batch.ask(host, _squeue(handles, "--format=%i|%T|%r|%S|%N"))
+            done = host.run(_squeue(handles, "--format=%i|%T|%r|%S|%P"), timeout=OBSERVE_S)
+            silent = "" if not done.code or GONE_ID.search(done.err) else done.err.strip() or done.saw()
         except HeliostatError as error:
-            return {
-                h.native_id: Observation(N.UNKNOWN, f"SLURM does not answer: {error.because}")
-                for h in handles
-            }
-        if done.code and not GONE_ID.search(done.err):
-            words = done.err.strip().splitlines()
-            return {
-                h.native_id: Observation(N.UNKNOWN, f"SLURM does not answer: {words[-1] if words else ''}")
-                for h in handles
-            }
+            silent = error.because or error.what
+        if silent:
+            unknown = Observation(N.UNKNOWN, f"SLURM does not answer: {silent.splitlines()[-1]}")
+            return {h.native_id: unknown for h in handles}
         seen = {h.native_id: Observation(N.GONE, "SLURM has forgotten the job") for h in handles}
-        for line in done.out.splitlines():
-            job, state, reason, start, nodes = (line.strip().split("|", 4) + [""] * 5)[:5]
-            if job in seen:
-                seen[job] = _observation(state, reason, start, nodes)
+        rows = [(line.strip().split("|", 4) + [""] * 5)[:5] for line in done.out.splitlines()]
+        mine = [row for row in rows if row[0] in seen]
+        places = self._places(handles, [row for row in mine if row[2] in IN_TURN], host)
+        for job, state, reason, start, _ in mine:
+            seen[job] = _observation(state, reason, start, places.get(job, ""))
         return seen
+
+    def _places(
+        self, handles: Sequence[Handle], rows: Sequence[Sequence[str]], host: Transport
+    ) -> dict[str, str]:
+        """How many wait before each of these jobs, in words; nothing where SLURM does not tell."""
+        found: dict[str, str] = {}
+        for partition in sorted({row[4] for row in rows}):
+            argv = ["squeue", "--noheader", "--states=PENDING", f"--partition={partition}", "--sort=-p,i"]
+            try:
+                done = host.run([*argv, "--format=%i", *_where(_of(handles))], timeout=OBSERVE_S)
+            except HeliostatError:
+                continue
+            queue = [line.strip() for line in done.out.splitlines()]
+            for row in rows:
+                if row[4] == partition and row[0] in queue:
+                    found[row[0]] = (
+                        f"place {queue.index(row[0]) + 1} of {len(queue)} in the queue of `{partition}`"
+                    )
+        return found
 
     def cancel(self, handles: Sequence[Handle], host: Transport, *, now: bool = False) -> None:
         """Tells the first node's agent, which ends all in order; what is still there after that is cancelled hard."""
         seen = {job: o.state for job, o in self.observe(handles, host).items()} if handles else {}
         waiting = [job for job, state in seen.items() if state in (N.QUEUED, N.FAILED)]
         running = [job for job, state in seen.items() if state in (N.ALLOCATED, N.UNKNOWN)]
+
+        def scancel(*words: str) -> None:
+            _batch.retry(lambda: _batch.ask(host, ["scancel", *_where(_of(handles)), *words]), PASSING)
+
         if waiting:
-            _batch.retry(lambda: _batch.ask(host, ["scancel", *waiting]), PASSING)
+            scancel(*waiting)
         if running and not now:
-            _batch.retry(lambda: _batch.ask(host, ["scancel", "--batch", "--signal=TERM", *running]), PASSING)
-            if self._gone(handles, host, END_S):
+            scancel("--batch", "--signal=TERM", *running)
+            if self._gone(handles, host, END_S + max(float(h.detail.get("grace_s") or 0) for h in handles)):
                 return
         if running:
-            _batch.retry(lambda: _batch.ask(host, ["scancel", *running]), PASSING)
+            scancel(*running)
         if not self._gone(handles, host, CANCEL_S):
             left = [h.native_id for h in self._living(handles, host)]
             raise HeliostatError(
@@ -315,9 +374,10 @@ def partitions(text: str) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for line in text.splitlines():
         fields = line.strip().split("|")
-        if len(fields) != 7:
+        if len(fields) != 8:
             continue
-        name, up, limit, nodes, cpus, memory, gres = fields
+        name, up, limit, nodes, cpus, memory, gres, sizes = fields
+        most = sizes.rpartition("-")[2]
         kind = f"{nodes} x {cpus} CPUs, {memory} MB" + (f", {gres}" if gres not in ("(null)", "") else "")
         entry = found.setdefault(
             name.rstrip("*"),
@@ -326,6 +386,7 @@ def partitions(text: str) -> dict[str, dict[str, Any]]:
                 "up": up == "up",
                 "time_s": _limit(limit),
                 "nodes": 0,
+                "most": int(most) if most.isdigit() else None,
                 "kinds": [],
             },
         )
@@ -348,7 +409,7 @@ def check_fits(order: Order, limit: int | None) -> int | None:
     known = order.facts.get("partitions")
     if not known:
         return None
-    wanted = _partition(order.options)
+    wanted = _partition(order.options) or order.facts.get("partition")
     if wanted is None:
         wanted = next((name for name, entry in known.items() if entry["default"]), None)
     if wanted is None or "," in wanted:
@@ -356,16 +417,17 @@ def check_fits(order: Order, limit: int | None) -> int | None:
     if wanted not in known:
         raise UsageError(f"there is no partition `{wanted}`", because=f"partitions here: {', '.join(known)}")
     entry = known[wanted]
-    others = [name for name, e in known.items() if e["up"] and e["nodes"] >= len(order.members)]
+    others = [name for name, e in known.items() if e["up"] and _most(e) >= len(order.members)]
     if not entry["up"]:
         raise UsageError(
             f"the partition `{wanted}` is down", hint=f"partitions that are up: {', '.join(others)}"
         )
-    if len(order.members) > entry["nodes"]:
+    if len(order.members) > _most(entry):
+        lets = "has" if _most(entry) == entry["nodes"] else "lets one job have"
         raise UsageError(
-            f"the partition `{wanted}` has {entry['nodes']} nodes, {len(order.members)} are asked for",
+            f"the partition `{wanted}` {lets} {count(_most(entry), 'node')}, {len(order.members)} are asked for",
             because="; ".join(entry["kinds"]),
-            hint=f"--nodes {entry['nodes']}" + (f", or --partition={others[0]}" if others else ""),
+            hint=f"--nodes {_most(entry)}" + (f", or --partition={others[0]}" if others else ""),
         )
     most: int | None = entry["time_s"]
     if limit is not None and most is not None and limit > most:
@@ -378,20 +440,41 @@ def check_fits(order: Order, limit: int | None) -> int | None:
     return most
 
 
-def _partition(options: Options) -> str | None:
-    """The partition that the person named, in the table or among the options for sbatch."""
+def _most(entry: Mapping[str, Any]) -> int:
+    """How many nodes of the partition one job may have."""
+    return int(entry["nodes"] if entry["most"] is None else min(entry["nodes"], entry["most"]))
+
+
+def _said(options: Options, name: str, letter: str) -> str | None:
+    """The value of one option, in the table or among the person's own options for sbatch."""
     words = _batch.options_of(options.extra, OWNED, FLAGS)
     named = [
         w.partition("=")[2] if w.startswith("--") else w[2:]
         for w in words
-        if w.startswith(("--partition=", "-p"))
+        if w.startswith((f"--{name}=", f"-{letter}"))
     ]
-    return named[-1] if named else options.partition
+    value: str | None = named[-1] if named else getattr(options, name)
+    return value
 
 
-def _with_config(order: Order, more: dict[str, object]) -> Order:
-    from dataclasses import replace
+def _partition(options: Options) -> str | None:
+    return _said(options, "partition", "p")
 
+
+def _clusters(options: Options) -> str | None:
+    return _said(options, "clusters", "M")
+
+
+def _of(handles: Sequence[Handle]) -> str | None:
+    """Which of several SLURM clusters these jobs are in."""
+    return ",".join(sorted({str(h.detail["clusters"]) for h in handles if h.detail.get("clusters")})) or None
+
+
+def _where(clusters: str | None) -> list[str]:
+    return [f"--clusters={clusters}"] if clusters else []
+
+
+def _with_config(order: Order, more: Mapping[str, object]) -> Order:
     return replace(order, config={**order.config, **more})
 
 
@@ -401,42 +484,30 @@ def _minutes(seconds: int) -> str:
 
 
 def _squeue(handles: Sequence[Handle], *more: str) -> list[str]:
-    clusters = {str(h.detail["clusters"]) for h in handles if h.detail.get("clusters")}
-    where = [f"--clusters={','.join(sorted(clusters))}"] if clusters else []
-    return [
-        "squeue",
-        "--noheader",
-        "--states=all",
-        *where,
-        f"--jobs={','.join(dict.fromkeys(h.native_id for h in handles))}",
-        *more,
-    ]
+    jobs = ",".join(dict.fromkeys(h.native_id for h in handles))
+    return ["squeue", "--noheader", "--states=all", *_where(_of(handles)), f"--jobs={jobs}", *more]
 
 
-def _observation(state: str, reason: str, start: str, nodes: str) -> Observation:
+def _observation(state: str, reason: str, start: str = "", place: str = "") -> Observation:
     word = state.partition(" ")[0]
     if word == "PENDING":
-        return _pending(reason, start)
+        return _pending(reason, start, place)
     known = STATES.get(word)
     if known is None:
         return Observation(N.UNKNOWN, f"SLURM says {state}", state)
     if known is N.GONE:
-        return Observation(
-            N.GONE,
-            {"TIMEOUT": "the time limit was reached", "CANCELLED": "the job was cancelled"}.get(
-                word, f"SLURM says {word}"
-            ),
-            word,
-        )
+        return Observation(N.GONE, ENDED.get(word, f"SLURM says {word}"), word)
     return Observation(known, "" if known is N.ALLOCATED else f"SLURM says {word}", word)
 
 
-def _pending(reason: str, start: str) -> Observation:
+def _pending(reason: str, start: str, place: str) -> Observation:
     if reason in NEVER:
         return Observation(N.FAILED, f"it can never run: {NEVER[reason]} ({reason})", reason)
-    words = WAITING.get(reason, reason)
-    expected = f", expected to start {start.replace('T', ' ')}" if start not in ("", "N/A") else ""
-    return Observation(N.QUEUED, f"{words} ({reason}){expected}", reason)
+    known = reason.partition(",")[0]  # `ReqNodeNotAvail, UnavailableNodes:n[1-3]`
+    parts = [f"{WAITING[known]} ({reason})" if known in WAITING else f"SLURM says {reason}"]
+    parts += [place] if place else []
+    parts += [f"expected to start {start.replace('T', ' ')}"] if start not in ("", "N/A") else []
+    return Observation(N.QUEUED, ", ".join(parts), reason)
 
 
 def _explained(done: object, order: Order, host: Transport) -> HeliostatError:

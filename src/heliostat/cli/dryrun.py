@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
+from heliostat import backends
 from heliostat.cli.output import Output
 from heliostat.lifecycle import Lifecycle
 from heliostat.planning import agent_archive
-from heliostat.planning import plan as make_plan
 from heliostat.script import quote
-from heliostat.store import ClusterFolder
 from heliostat.units import format_bytes
 
 if TYPE_CHECKING:
@@ -20,8 +19,8 @@ if TYPE_CHECKING:
 
 
 def show(out: Output, life: Lifecycle, config: Config, command: dict[str, Any] | None = None) -> None:
-    folder = ClusterFolder(life.store.clusters / config.spec.cluster_name)
-    order, plan = make_plan(folder, config.spec, command=command, host=life.host)
+    by_hand = backends.load(config.spec.on).takes_options
+    order, plan = life.plan(config.spec, command=command, standalone=by_hand)
     if out.json:
         files = [{"path": str(f.path), "mode": oct(f.mode), "text": f.text} for f in plan.files]
         steps = [{"argv": list(s.argv), "nodes": list(s.nodes), "config": dict(s.config)} for s in plan.steps]
@@ -29,6 +28,12 @@ def show(out: Output, life: Lifecycle, config: Config, command: dict[str, Any] |
     if out.verbose:
         for key, value, origin in origins(config):
             out.say(f"{key} = {value}  ({origin})")
+    if by_hand:  # what is printed is a script as the scheduler's own command takes it
+        for step, file in zip(plan.steps, plan.files, strict=True):
+            words = [*step.argv[:-1], "SCRIPT"]  # this one, wherever it is saved
+            out.say(f"# {len(step.nodes)} of `{config.spec.cluster_name}` by: {quote(words)}")
+            out.data(file.text)
+        return
     out.data(f"# writes {order.folder}/: record.json, spec.yaml, events.jsonl, token (0600), and")
     out.data(f"# writes {order.agent}  (the agent, {format_bytes(len(agent_archive()))})")
     for file in plan.files:

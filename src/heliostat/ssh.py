@@ -1,0 +1,151 @@
+"""A machine over ssh, by the person's own ssh: their configuration, agent, keys, jump hosts and known hosts.
+
+One connection is shared by all commands (ControlMaster) unless their configuration already does so. Nothing asks for a
+password: BatchMode. The far side needs a shell and the usual Unix programs, nothing of ours.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import secrets
+import socket
+import subprocess
+import tempfile
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from heliostat.errors import HeliostatError
+from heliostat.script import quote
+from heliostat.transport import Completed, Local
+
+CONNECT_S = 15
+LOST = 255  # ssh's own code: the command's never reached us
+HINTS = {
+    "host key verification failed": "ssh {target} once by hand, and compare the key it shows with your site's",
+    "permission denied": "ssh {target} must work without a password: ssh-add your key, or ssh-copy-id {target}",
+    "could not resolve": "is `{target}` right? ssh -G {target} shows what your ~/.ssh/config makes of it",
+    "connection refused": "does an ssh server run there, on that port?",
+    "timed out": "can this machine reach it? ssh {target}",
+}
+
+
+class Ssh:
+    """`target` is what one would type after `ssh`."""
+
+    def __init__(self, target: str) -> None:
+        self.target = target
+        self._forwards: dict[tuple[str, int], tuple[str, int]] = {}
+
+    @functools.cached_property
+    def command(self) -> list[str]:
+        """ssh and its options. Whoever shares connections already goes on as they do."""
+        base = [
+            "ssh",
+            "-o",
+            "BatchMode=yes",
+            "-o",
+            f"ConnectTimeout={CONNECT_S}",
+            "-o",
+            "ServerAliveInterval=15",
+        ]
+        shown = Local().run(["ssh", "-G", self.target], timeout=20)
+        if shown.code != 0:
+            raise self._lost(shown)
+        said = dict(line.partition(" ")[::2] for line in shown.out.splitlines())
+        if said.get("controlpath", "none") != "none":
+            return base
+        share = ["ControlMaster=auto", "ControlPersist=60", f"ControlPath={_sockets()}/%C"]
+        return [*base, *(word for option in share for word in ("-o", option))]
+
+    def run(self, argv: Sequence[str], *, input: bytes = b"", timeout: float) -> Completed:
+        """In a login shell: a scheduler's commands are often found only there. What its start files print is cut off."""
+        mark = f"heliostat-{secrets.token_hex(8)}"
+        inner = f'echo {mark}; exec "$@"'
+        words = quote(["bash", "-lc", inner, "bash", *argv])
+        done = Local().run(
+            [*self.command, "--", self.target, words], input=input, timeout=timeout + CONNECT_S
+        )
+        before, found, out = done.out.partition(f"{mark}\n")
+        if done.code == LOST and not found:
+            raise self._lost(done)
+        return Completed(tuple(argv), done.code, out if found else before, done.err)
+
+    def _lost(self, done: Completed) -> HeliostatError:
+        words = [line.strip() for line in done.err.splitlines() if line.strip()]
+        text = "\n".join(words).lower()
+        hint = next((hint for word, hint in HINTS.items() if word in text), "ssh {target}")
+        return HeliostatError(
+            f"could not reach `{self.target}` over ssh",
+            because=words[-1] if words else f"ssh ended with code {done.code}",
+            hint=hint.format(target=self.target),
+        )
+
+    @functools.cached_property
+    def home(self) -> Path:
+        done = self.run(["sh", "-c", 'printf %s "$HOME"'], timeout=30)
+        if done.code or not done.out.startswith("/"):
+            raise HeliostatError(f"`{self.target}` has no home folder for us", saw=done.saw())
+        return Path(done.out)
+
+    def read(self, path: Path, offset: int = 0, limit: int = 1 << 20) -> bytes:
+        import base64
+
+        script = f'tail -c +{offset + 1} -- "$1" | head -c {limit} | base64'
+        try:
+            return base64.b64decode(self.run(["sh", "-c", script, "sh", str(path)], timeout=60).out)
+        except (HeliostatError, ValueError):
+            return b""
+
+    def put(self, path: Path, data: bytes, mode: int = 0o600) -> None:
+        """The file appears whole or not at all; its folder is made."""
+        script = (
+            'umask 077; d=$(dirname -- "$1"); mkdir -p -- "$d" && cat > "$1.$$" && '
+            'chmod "$2" "$1.$$" && mv -f -- "$1.$$" "$1" || { rm -f -- "$1.$$"; exit 1; }'
+        )
+        done = self.run(["sh", "-c", script, "sh", str(path), f"{mode:o}"], input=data, timeout=600)
+        if done.code:
+            raise HeliostatError(
+                f"could not write `{path}` on `{self.target}`", because=done.err.strip()[-300:]
+            )
+
+    def forward(self, host: str, port: int) -> tuple[str, int]:
+        """(host, port) here whose connections come out at host:port as `target` sees it, while this process lives. Each is
+        an `ssh -W`: nothing listens on the far side, and nothing stays there."""
+        key = (host, port)
+        if key not in self._forwards:
+            listener = socket.create_server(("127.0.0.1", 0), backlog=64)
+            there = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+            threading.Thread(target=self._accept, args=(listener, there), daemon=True).start()
+            self._forwards[key] = ("127.0.0.1", listener.getsockname()[1])
+        return self._forwards[key]
+
+    def _accept(self, listener: socket.socket, there: str) -> None:
+        while True:
+            with contextlib.suppress(OSError):
+                client, _ = listener.accept()
+                threading.Thread(target=self._carry, args=(client, there), daemon=True).start()
+
+    def _carry(self, client: socket.socket, there: str) -> None:
+        """One connection: ssh has the socket itself as its standard input and output."""
+        with client:
+            process = subprocess.Popen(
+                [*self.command, "-W", there, "--", self.target],
+                stdin=client.fileno(),
+                stdout=client.fileno(),
+                stderr=subprocess.DEVNULL,
+            )
+        process.wait()
+
+
+def _sockets() -> Path:
+    """A folder of ours alone, with a path that is short enough for a socket's."""
+    place = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()) / f"heliostat-{os.getuid()}"
+    with contextlib.suppress(FileExistsError):
+        place.mkdir(mode=0o700)
+    status = place.lstat()
+    if status.st_uid != os.getuid() or status.st_mode & 0o077 or not place.is_dir() or place.is_symlink():
+        raise HeliostatError(f"`{place}` is not a folder of yours alone", hint=f"chmod 700 {place}")
+    return place
