@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Stands in for SLURM's commands where no real one is: sbatch, squeue, scancel, sinfo and srun, by the name it is called.
+"""Stands in for SLURM's commands where no real one is: sbatch, squeue, scancel, sinfo, scontrol and srun, by the name it is called.
 
 State is in $CONTRACT_WORLD/slurm: a file a job. A job is a process group that lives until its script ends or it is
 cancelled. It answers in the words that Slurm 22.05 was seen to use.
@@ -121,7 +121,11 @@ def scancel():
 
 
 def sinfo():
-    print("debug*|up|infinite|100|64|256000|(null)")
+    print("debug*|up|infinite|100|64|256000|(null)|1-infinite")
+
+
+def scontrol():
+    print("KillWait                = 30 sec")
 
 
 def srun():
@@ -146,4 +150,4 @@ if __name__ == "__main__":
         srun()
     with open(JOBS / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        {"sbatch": sbatch, "squeue": squeue, "scancel": scancel, "sinfo": sinfo}[name]()
+        {"sbatch": sbatch, "squeue": squeue, "scancel": scancel, "sinfo": sinfo, "scontrol": scontrol}[name]()

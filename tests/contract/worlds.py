@@ -192,7 +192,7 @@ class SlurmWorld(LocalWorld):
         super().__init__(home, folder)
         programs = folder / "bin"
         programs.mkdir(exist_ok=True)
-        for name in ("sbatch", "squeue", "scancel", "sinfo", "srun"):
+        for name in ("sbatch", "squeue", "scancel", "scontrol", "sinfo", "srun"):
             text = FAKE_SLURM.read_text().partition("\n")[2]
             (programs / name).write_text(f"#!{sys.executable} -S\n{text}")
             (programs / name).chmod(0o700)

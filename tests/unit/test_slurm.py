@@ -32,13 +32,13 @@ GOLDEN = Path(__file__).parent / "golden"
 BACKEND = slurm.BACKEND
 DAY = 24 * 60  # minutes
 
-# as `sinfo --noheader --format=%P|%a|%l|%D|%c|%m|%G` of Slurm 22.05 printed it
+# as `sinfo --noheader --format=%P|%a|%l|%D|%c|%m|%G|%s` of Slurm 22.05 printed it
 SINFO = """\
-debug*|up|1:00:00|4|1|3900|(null)
-long|up|infinite|8|64|256000|(null)
-gpu|up|2-00:00:00|1|32|512000|gpu:big:2
-gpu|up|2-00:00:00|1|32|256000|gpu:small:1
-shut|down|1-00:00:00|4|1|3900|(null)
+debug*|up|1:00:00|4|1|3900|(null)|1-infinite
+long|up|infinite|8|64|256000|(null)|1-infinite
+gpu|up|2-00:00:00|1|32|512000|gpu:big:2|1
+gpu|up|2-00:00:00|1|32|256000|gpu:small:1|1
+shut|down|1-00:00:00|4|1|3900|(null)|1-infinite
 """
 
 
@@ -50,7 +50,7 @@ class Scheduler(Local):
 
     def run(self, argv: Sequence[str], *, input: bytes = b"", timeout: float) -> Completed:
         self.asked.append(list(argv))
-        answer = self.answers[argv[0]]
+        answer = self.answers.get(argv[0], (1, "", f"{argv[0]}: no answer was recorded"))
         if isinstance(answer, HeliostatError):
             raise answer
         return Completed(tuple(argv), *answer)
@@ -82,14 +82,32 @@ def test_words_with_more_behind_them() -> None:
     seen = observe("CANCELLED by 1000|None|N/A|")
     assert (seen.state, seen.word, seen.reason) == (N.GONE, "CANCELLED", "the job was cancelled")
     assert observe("TIMEOUT|TimeLimit|2026-01-01T00:00:00|n1").reason == "the time limit was reached"
-    assert observe("NODE_FAIL|None|N/A|").reason == "SLURM says NODE_FAIL"
+    assert observe("NODE_FAIL|None|N/A|").reason == "a machine of the job failed"
     assert observe("RUNNING|None|2026-01-01T00:00:00|n[1-2]").reason == ""
 
 
-@pytest.mark.parametrize(("reason", "words"), [*slurm.WAITING.items(), ("NewInSlurm30", "NewInSlurm30")])
+@pytest.mark.parametrize(("reason", "words"), slurm.WAITING.items())
 def test_a_job_that_waits_says_why(reason: str, words: str) -> None:
-    seen = observe(f"PENDING|{reason}|N/A|")
-    assert (seen.state, seen.reason, seen.word) == (N.QUEUED, f"{words} ({reason})", reason)
+    for more in ("", ", UnavailableNodes:n[1-3]"):
+        said = reason + more
+        seen = observe(f"PENDING|{said}|N/A|")
+        assert (seen.state, seen.reason, seen.word) == (N.QUEUED, f"{words} ({said})", said)
+
+
+def test_a_reason_of_a_newer_slurm_is_kept() -> None:
+    assert observe("PENDING|NewInSlurm30|N/A|").reason == "SLURM says NewInSlurm30"
+
+
+def test_a_job_that_waits_knows_its_place() -> None:
+    class Queue(Scheduler):
+        def run(self, argv: Sequence[str], *, input: bytes = b"", timeout: float) -> Completed:
+            if "--states=PENDING" in argv:
+                assert "--partition=debug" in argv and "--sort=-p,i" in argv
+                return Completed(tuple(argv), 0, "5\n77_[1-9]\n7\n9\n", "")
+            return super().run(argv, input=input, timeout=timeout)
+
+    seen = BACKEND.observe(handles("7"), Queue(squeue=(0, "7|PENDING|Priority|N/A|debug\n", "")))["7"]
+    assert seen.reason == "other jobs are before it (Priority), place 3 of 4 in the queue of `debug`"
 
 
 def test_a_job_that_waits_says_when_if_slurm_knows() -> None:
@@ -109,7 +127,9 @@ def test_a_forgotten_job_is_gone() -> None:
 
 
 def test_several_of_which_one_is_forgotten() -> None:
-    says = Scheduler(squeue=(0, "7|RUNNING|None|N/A|n1\n9|PENDING|Resources|N/A|\n77|FAILED|None|N/A|\n", ""))
+    says = Scheduler(
+        squeue=(0, "7|RUNNING|None|N/A|n1\n9|PENDING|Dependency|N/A|\n77|FAILED|None|N/A|\n", "")
+    )
     seen = BACKEND.observe(handles("7", "8", "9", "7"), says)
     assert {i: o.state for i, o in seen.items()} == {"7": N.ALLOCATED, "8": N.GONE, "9": N.QUEUED}
     (asked,) = says.asked
@@ -150,7 +170,7 @@ def test_what_an_interrupted_command_submitted_is_found_by_its_comment() -> None
 def test_a_job_that_waits_is_cancelled_and_one_that_runs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slurm, "END_S", 0.0)
     monkeypatch.setattr(slurm, "CANCEL_S", 0.0)
-    out = "7|RUNNING|None|N/A|n1\n8|PENDING|Priority|N/A|\n9|COMPLETED|None|N/A|\n"
+    out = "7|RUNNING|None|N/A|n1\n8|PENDING|Dependency|N/A|\n9|COMPLETED|None|N/A|\n"
     says = Scheduler(squeue=(0, out, ""), scancel=(0, "", ""))
     with pytest.raises(HeliostatError, match="could not be ended") as caught:
         BACKEND.cancel(handles("7", "8", "9"), says)
@@ -189,12 +209,9 @@ def test_a_controller_that_does_not_answer_is_no_survey() -> None:
         (1, "", "slurm_load_partitions: Unable to contact slurm controller"),
     ):
         assert BACKEND.survey(options, Scheduler(sinfo=answer)) == {}
-    assert set(BACKEND.survey(options, Scheduler(sinfo=(0, SINFO, "")))["partitions"]) == {
-        "debug",
-        "long",
-        "gpu",
-        "shut",
-    }
+    shown = "KillOnBadExit           = 0\nKillWait                = 30 sec\n"
+    facts = BACKEND.survey(options, Scheduler(sinfo=(0, SINFO, ""), scontrol=(0, shown, "")))
+    assert set(facts["partitions"]) == {"debug", "long", "gpu", "shut"} and facts["kill_wait_s"] == 30
 
 
 def planned(
@@ -214,7 +231,7 @@ def script(*args: Any, **values: Any) -> str:
 
 def agents(*args: Any, **values: Any) -> dict[str, Any]:
     plan = planned(*args, **values)[1]
-    said: dict[str, Any] = next(json.loads(f.text) for f in plan.files if f.path.name == "agents.json")
+    said: dict[str, Any] = json.loads(plan.files[0].text.rpartition("\nCONFIG\n")[0].rpartition("\n")[2])
     return said
 
 
@@ -230,7 +247,7 @@ def directives(*args: Any, **values: Any) -> dict[str, str]:
         ({"slurm": {"extra": ["--partition", "gup"]}}, "no partition `gup`", "debug, long, gpu, shut"),
         ({"nodes": 5}, "`debug` has 4 nodes, 5 are asked for", "--nodes 4, or --partition=long"),
         ({"nodes": 9}, "`debug` has 4 nodes, 9 are asked for", "--nodes 4"),
-        ({"nodes": 3, "slurm": {"partition": "gpu"}}, "`gpu` has 2 nodes", "gpu:big:2"),
+        ({"nodes": 3, "slurm": {"partition": "gpu"}}, "`gpu` lets one job have 1 node, 3 are", "gpu:big:2"),
         ({"time": "2h"}, "`debug` lets a job run 1h at most", "--time 60m, or --partition=long"),
         ({"slurm": {"time": "3-0", "partition": "gpu"}}, "`gpu` lets a job run", "--partition=long"),
         ({"slurm": {"partition": "shut"}}, "`shut` is down", "debug, long"),
@@ -250,7 +267,7 @@ def test_what_can_never_run_is_refused_before_it_is_asked_for(
         {"nodes": 4, "time": "1h"},
         {"nodes": 8, "time": "9d", "slurm": {"partition": "long"}},
         {"nodes": 99, "slurm": {"partition": "debug,long"}},  # SLURM chooses
-        {"nodes": 2, "slurm": {"partition": "shut", "extra": ["-p", "gpu"]}},  # the last word counts
+        {"nodes": 1, "slurm": {"partition": "shut", "extra": ["-p", "gpu"]}},  # the last word counts
     ],
 )
 def test_what_fits_is_planned(values: dict[str, Any]) -> None:
@@ -259,11 +276,6 @@ def test_what_fits_is_planned(values: dict[str, Any]) -> None:
 
 def test_without_a_survey_nothing_is_refused() -> None:
     planned(nodes=5000, time="300d", slurm={"partition": "gup"})
-
-
-def test_via_is_refused_until_it_is_built() -> None:
-    with pytest.raises(UsageError, match=r"slurm\.via"):
-        planned(slurm={"via": "me@login"})
 
 
 # -- time
@@ -291,6 +303,36 @@ def test_the_work_is_told_before_the_end(values: dict[str, Any], grace: int) -> 
     said = agents(**values)
     assert said["grace_s"] == grace and said["own_clock"] is False
     assert directives(**values)["--signal"] == f"B:USR1@{grace + _batch.MARGIN_S}"
+
+
+# -- groups
+
+
+def test_a_group_is_a_job_of_its_own_that_starts_after_the_heads() -> None:
+    groups = {
+        "cpu": {"nodes": 2, "cpus": 4},
+        "big": {"gpus": 2, "options": {"partition": "gpu", "extra": ["-x", "n9"]}},
+    }
+    spec = config.check({"name": "lab", "on": "slurm", "groups": groups}, {}, ["local", "slurm"])
+    _, plan = planning.plan(ClusterFolder(Path("/f/lab")), spec)
+    assert [step.nodes for step in plan.steps] == [("head",), ("cpu-1", "cpu-2"), ("big-1",)]
+    assert [slurm.AFTER in step.argv for step in plan.steps] == [False, True, True]
+    head, cpu, big = (file.text for file in plan.files)
+    assert "--nodes=2" in cpu and "--cpus-per-task=4" in cpu and "--partition" not in head + cpu
+    assert {"#SBATCH --partition=gpu", "#SBATCH -xn9", "#SBATCH --gpus-per-node=2"} <= set(big.splitlines())
+    says = Scheduler(squeue=(0, "", ""), sbatch=(0, "41\n", ""))
+    order, _ = planning.plan(ClusterFolder(Path("/f/lab")), spec)
+    assert [handle.nodes for handle in BACKEND.launch(plan, order, says)] == [s.nodes for s in plan.steps]
+    sent = [words for words in says.asked if words[0] == "sbatch"]
+    assert ["--dependency=after:41" in words for words in sent] == [False, True, True]
+
+
+def test_a_wrong_option_of_a_group_is_named() -> None:
+    groups = {"big": {"options": {"partitoin": "gpu"}}}
+    spec = config.check({"name": "lab", "on": "slurm", "groups": groups}, {}, ["local", "slurm"])
+    with pytest.raises(UsageError, match="partitoin") as caught:
+        planning.plan(ClusterFolder(Path("/f/lab")), spec)
+    assert "partition" in caught.value.hint
 
 
 # -- the user's own options
@@ -345,7 +387,8 @@ EVERYTHING: dict[str, Any] = {
 
 @pytest.mark.parametrize("values", [{}, EVERYTHING], ids=["plain", "everything"])
 def test_the_script_has_as_many_lines_for_one_node_as_for_a_hundred(values: dict[str, Any]) -> None:
-    texts = [script(nodes, **{**values, "min_nodes": 1}) for nodes in (1, 2, 100)]
+    texts = [script(nodes, **{**values, "min_nodes": 1}) for nodes in (2, 3, 1000)]
+    assert len(texts[-1]) < len(texts[0]) + 1000 * 20, "nodes that are alike cost a name each"
     assert len({text.count("\n") for text in texts}) == 1 and texts[0].count("\n") < 30
 
 

@@ -1,12 +1,11 @@
+import importlib
 import os
 import sys
 
-if (
-    not __package__
-):  # called by the path of this folder: then nothing of Heliostat needs to be installed there
-    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    from agent.main import main  # type: ignore[import-not-found]
-else:
+if __package__:
     from .main import main
+else:  # called by the path of this folder: nothing of Heliostat needs to be installed for that Python
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    main = importlib.import_module("agent.main").main
 
 sys.exit(main())

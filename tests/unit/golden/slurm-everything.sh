@@ -8,6 +8,7 @@
 #SBATCH --time=240
 #SBATCH --signal=B:USR1@90
 #SBATCH --requeue
+#SBATCH --no-kill
 #SBATCH --cpus-per-task=8
 #SBATCH --mem=51200M
 #SBATCH --partition=gpu
@@ -20,7 +21,9 @@
 #SBATCH --exclusive
 #SBATCH --mail-type=END
 #SBATCH --reservation="a b"
-# heliostat: 3 nodes of `lab`; this script is the first of them
+# heliostat: 3 nodes of `lab`; this script is the first
 module load cuda
 source /envs/ray/bin/activate || exit 1
-exec python3 /home/me/.heliostat/clusters/lab/agent.pyz node < /home/me/.heliostat/clusters/lab/agents.json
+exec python3 /home/me/.heliostat/clusters/lab/agent.pyz node <<'CONFIG'
+{"schema": 1, "cluster": "lab", "id": "0000000000000000", "mark": "0000000000000000", "folder": "/home/me/.heliostat/clusters/lab", "auth": "token", "token_path": "/home/me/.heliostat/clusters/lab/token", "ray": null, "env": {}, "ports": {"window": null, "offset": 0}, "min_nodes": 2, "command": null, "idle": {"timeout_s": null, "window": null}, "time_limit_s": 14400, "launch": 1, "grace_s": 60, "own_clock": false, "address": {"interface": null, "default": "route"}, "role": "worker", "resources": {"cpus": 8, "gpus": 2, "memory": 53687091200, "object_store": null, "custom": {}, "labels": {}}, "members": [{"node": "head", "role": "head"}, {"node": "w1"}, {"node": "w2"}], "others": ["srun", "--overlap", "--mpi=none", "--relative=1", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--cpu-bind=none", "--kill-on-bad-exit=0", "--no-kill", "--wait=0", "--input=all", "--export=ALL", "python3", "/home/me/.heliostat/clusters/lab/agent.pyz", "node"], "rank": "SLURM_PROCID"}
+CONFIG
