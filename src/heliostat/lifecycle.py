@@ -472,7 +472,8 @@ class Lifecycle:
         return self.store.create(record, files)
 
     def launch_missing(self, folder: ClusterFolder) -> None:
-        """Starts the nodes that the record has and nobody has started, or that have ended, while the head lives."""
+        """Starts the nodes that the record has and nobody has started, or that have ended or are lost, while the head
+        lives. One that was lost and comes back meets its successor: the head sends it away."""
         from heliostat import planning
 
         if not any(_is_missing(node) for node in folder.record().nodes.values()):
@@ -485,7 +486,7 @@ class Lifecycle:
             spec = planning.spec_of(record)
             record.launches += 1
             order, plan = self.plan(spec, missing, record.id, record.command, record.launches)
-            again = {m.name for m in missing if record.nodes[m.name].state in TERMINAL}
+            again = {m.name for m in missing if record.nodes[m.name].handle is not None}
             old = [h for h in record.handles if set(h["nodes"]) <= again]
             # what an earlier life may have left must not meet the next one
             old_handles = [Handle.from_json(h) for h in old]
@@ -559,9 +560,8 @@ class Lifecycle:
                 return view  # a short command may have come and gone between two looks
             if head.state in TERMINAL:
                 raise self._failed(view, head)
-            on_the_way = [
-                n for n in record.nodes.values() if n.state not in TERMINAL and n.state is not N.READY
-            ]
+            settled = (*TERMINAL, N.READY, N.LOST)
+            on_the_way = [n for n in record.nodes.values() if n.state not in settled]
             if head.state is N.READY and view.address:
                 if view.alive() >= need:
                     return view
@@ -595,7 +595,7 @@ class Lifecycle:
 
     def _partly(self, view: View, need: int) -> HeliostatError:
         record = view.record
-        bad = [node for node in record.nodes.values() if node.state in TERMINAL]
+        bad = [node for node in record.nodes.values() if node.state in (*TERMINAL, N.LOST)]
         because = "; ".join(f"{node.name}: {node.reason}" for node in bad)[:400]
         log = view.folder.logs / bad[0].name if bad else view.folder.logs
         if record.kind == "run":
@@ -831,7 +831,8 @@ def make_move(node: NodeRecord, state: NodeState, reason: str) -> dict[str, Any]
 
 
 def _is_missing(node: NodeRecord) -> bool:
-    return node.handle is None or node.state in TERMINAL
+    lost = node.state is N.LOST and node.role != "head"
+    return node.handle is None or node.state in TERMINAL or lost
 
 
 def _waiting(view: View, need: int) -> str:

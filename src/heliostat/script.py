@@ -83,8 +83,10 @@ class BatchScript:
             first.append('eval "$(conda shell.bash hook)" || exit 1')
             first.append(f"conda activate {quote([self.conda])} || exit 1")
         if self.config:
-            here = [f"exec {quote(self.command)} <<'CONFIG'", self.config, "CONFIG"]
-            return "\n".join([*lines, *first, *here]) + "\n"
+            # a file that was just written may come late to another machine's view of a shared disk
+            agent = quote([self.command[1]])
+            first.append(f"for _ in {{1..300}}; do [ -e {agent} ] && break; sleep 0.2; done")
+            return "\n".join([*lines, *first, f"exec {quote(self.command)} <<<{quote([self.config])}"]) + "\n"
         if not first:
             return "\n".join([*lines, f"exec {quote(self.command)}"]) + "\n"
         # what comes on standard input is the agent's: a set-up line that reads must not swallow it

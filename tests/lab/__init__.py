@@ -55,6 +55,7 @@ class Lab:
             **variables,
         }
         self.home = ROOT / "home" / USER
+        self.python = sys.executable
 
     def _lab(self, *words: str, timeout: float = 120, input: str | None = None) -> Done:
         done = subprocess.run(
@@ -124,6 +125,11 @@ class Lab:
 
     def heal(self, host: str) -> None:
         self._lab("heal", host)
+
+    def ready(self) -> None:
+        """Until SLURM has every host."""
+        idle = ["sinfo", "-hN", "-p", "debug", "-t", "idle,mix,alloc", "-o", "%N"]
+        wait_for("all hosts", lambda: len(set(self.run(*idle).out.split())) == self.hosts)
 
     def queue(self) -> list[str]:
         """Jobs that are not over: `id state name`."""

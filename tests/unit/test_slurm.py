@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import re
+import shlex
 import socket
 import subprocess
 import threading
@@ -231,7 +232,7 @@ def script(*args: Any, **values: Any) -> str:
 
 def agents(*args: Any, **values: Any) -> dict[str, Any]:
     plan = planned(*args, **values)[1]
-    said: dict[str, Any] = json.loads(plan.files[0].text.rpartition("\nCONFIG\n")[0].rpartition("\n")[2])
+    said: dict[str, Any] = json.loads(shlex.split(plan.files[0].text.rpartition("<<<")[2])[0])
     return said
 
 

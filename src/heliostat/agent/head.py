@@ -17,6 +17,7 @@ from .node import Json, Node, mine
 from .raynode import client_environment, join
 
 WARN_S = 15 * 60
+SPEAK_S = 90.0  # a step of a thousand nodes takes a while to start; after that a silent one is lost
 # never the head: Ray would end it while its GCS lives on
 DRAIN = """
 import json, sys
@@ -70,6 +71,11 @@ class Head(Node):
         awaited = message.pop("await", None)
         for name in message.pop("release", ()):
             self.hub.tell({"do": "leave", "reason": "its job ends"}, name)  # type: ignore[union-attr]
+        if int(message.get("launch") or 0) < int(self.nodes.get(node, {}).get("launch") or 0):
+            return {
+                "do": "stop",
+                "reason": "another node has its name now",
+            }  # it was given up, and comes back too late
         self.learn(node, message)
         if not awaited:
             return {}
@@ -80,6 +86,17 @@ class Head(Node):
         if status.get("state") in ("READY", "STARTING"):
             since = max(time.time(), float(status.get("since") or 0))
             self.learn(node, {**status, "state": "LOST", "reason": "its agent is silent", "since": since})
+
+    def miss(self) -> None:
+        """Nodes of our job whose agents have never spoken, long after they were started."""
+        silent = [name for name in self.others if name not in self.nodes]
+        patience = float(self.config.get("speak_s", SPEAK_S))
+        if silent and time.monotonic() - self.began > patience:
+            step = files.tail(os.path.join(self.logs, "step.log"), 300).strip().rpartition("\n")[2]
+            reason = "its agent has not been heard of for %d s%s" % (patience, step and ": " + step)
+            which = {"launch": self.config.get("launch", 0), "since": time.time()}
+            for name in silent:
+                self.learn(name, {"state": "LOST", "reason": reason, **which})
 
     def note(self, event: Json) -> None:
         """One line a transition in the head's own log."""
@@ -187,6 +204,7 @@ class Head(Node):
             self.read_requests()
             if beat % 5 == 0:
                 self.pulse(beat)
+                self.miss()
             await asyncio.sleep(min(1.0, self.idle.every_s))
 
     def warn(self, text: str) -> None:

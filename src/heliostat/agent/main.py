@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import secrets
@@ -30,7 +31,10 @@ def private_folder() -> str:
     for parent in (tempfile.gettempdir(), "/tmp"):
         if len(os.fsencode(parent)) + len("/hs-12345678/ray") <= LONGEST_TEMP:
             try:
-                return tempfile.mkdtemp(prefix="hs-", dir=parent)
+                _sweep(parent)
+                made = tempfile.mkdtemp(prefix="hs-", dir=parent)
+                _lock(made)
+                return made
             except OSError:
                 continue
     raise OSError(
@@ -38,12 +42,35 @@ def private_folder() -> str:
     )
 
 
+def _lock(folder: str) -> bool:
+    """Holds the folder for as long as this process, or its child, lives; False: somebody else does."""
+    descriptor = os.open(os.path.join(folder, "lock"), os.O_WRONLY | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return False
+    return True
+
+
+def _sweep(parent: str) -> None:
+    """What is left of nodes of ours whose every process was killed -9, as a scheduler does when its patience ends."""
+    for name in os.listdir(parent):
+        folder = os.path.join(parent, name)
+        if name.startswith("hs-") and os.path.isfile(os.path.join(folder, "lock")):
+            try:
+                if os.stat(folder).st_uid == os.getuid() and _lock(folder):
+                    shutil.rmtree(folder, ignore_errors=True)
+            except OSError:
+                pass  # another is sweeping too
+
+
 def do_node(config: Json) -> Json:
     """Runs a node to its end. This process only keeps: the node's life is a child, and when that ends, however it
     ends, the keeper ends every process that is left of it and removes its folder."""
     os.umask(0o077)
     config = _mine(config)
-    if config.get("standalone"):
+    if "standalone" in config:
         _make_folder(config)
     os.environ[processes.MARK] = config["mark"]
     # told to end before anybody can listen: it waits until both of us do
