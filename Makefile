@@ -8,11 +8,12 @@ VENV := .venv
 STAMP := $(VENV)/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench venv packages clean FORCE
+.PHONY: help demo test lab lab-down lint bench venv packages clean FORCE
 
 help:
 	@echo "make demo    start two Ray nodes on this computer, run examples/hello_ray.py, release them"
 	@echo "make test    run the tests (PYTEST_ARGS=\"tests/unit -q\" for some of them)"
+	@echo "make lab     a real Slurm of three hosts on this computer, to play in (root); make lab-down ends it"
 	@echo "make lint    ruff and mypy"
 	@echo "make bench   run the benchmarks"
 	@echo "make venv    only make .venv (RAY_VERSION=$(RAY_VERSION))"
@@ -28,6 +29,15 @@ lint: $(STAMP)
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy
+
+# The hosts of the lab share this folder with the computer, wherever it is.
+lab: $(STAMP) packages
+	@LAB_SHARE=$(CURDIR) LAB_OPEN=$$($(VENV)/bin/python -c 'import sys; print(sys.base_prefix)') tests/lab/lab up 3
+	@echo "log in:      tests/lab/lab login"
+	@echo "then, say:   heliostat run --on slurm --nodes 3 $(CURDIR)/examples/hello_ray.py"
+
+lab-down:
+	@tests/lab/lab down
 
 bench: $(STAMP)
 	$(VENV)/bin/python -m benchmarks

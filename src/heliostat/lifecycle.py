@@ -152,12 +152,13 @@ class Lifecycle:
         host = cast("Ssh", self.host_of(record))
         return self._mirrors.setdefault(folder.path, Mirror(folder, host, Path(record.place)))
 
-    def refresh(self, folder: ClusterFolder) -> None:
-        """Brings the files of a cluster that lies elsewhere up to date. Silence is told by whoever asks the site."""
+    def refresh(self, folder: ClusterFolder, node: str | None = None) -> None:
+        """Brings the files of a cluster that lies elsewhere up to date, with the logs of this node. Silence is told by
+        whoever asks the site."""
         with contextlib.suppress(HeliostatError, OSError, ValueError):
             mirror = self.mirror(folder, folder.record())
             if mirror:
-                mirror.pull()
+                mirror.pull(node)
 
     def ask(self, folder: ClusterFolder, request: dict[str, Any]) -> None:
         """Leaves a request for the head's agent."""
@@ -228,7 +229,22 @@ class Lifecycle:
             record.exit_code = (live.get("job") or {}).get("exit_code", record.exit_code)
         if moves and save:
             self._write_moves(folder, record, moves)
+        self._tell_warning(folder, record, live.get("warned") or {})
         return View(folder, record, live)
+
+    def _tell_warning(self, folder: ClusterFolder, record: Record, warned: dict[str, Any]) -> None:
+        """What the head's agent warns of (the time limit is near): an event, once."""
+        at = float(warned.get("at") or 0)
+        if at <= record.warned:
+            return
+        record.warned = at
+        with contextlib.suppress(DiskError, NotFoundError, DeadlineError), folder.lock():
+            fresh = folder.record()
+            if at > fresh.warned:
+                fresh.warned = at
+                folder.append({"at": at, "kind": "note", "text": str(warned.get("text", ""))})
+                folder.save(fresh)
+        self.emit(Event("note", f"`{record.name}`: {warned.get('text', '')}"))
 
     def _observe(
         self,

@@ -50,32 +50,29 @@ class Mirror:
         name = f"{time.time_ns()}-{secrets.token_hex(4)}.json"
         self.host.put(self.place / "requests" / name, json.dumps(request).encode())
 
-    def pull(self) -> None:
-        """What has changed there; not more often than is good for the login node."""
-        if time.monotonic() < self._next:
+    def pull(self, node: str | None = None) -> None:
+        """What has changed there, with the logs of this node; not more often than is good for the login node."""
+        if time.monotonic() < self._next and node is None:
             return
-        known = {path.name: path.stat().st_size for path in self.folder.logs.glob("*.*") if path.is_file()}
-        cases = "".join(f" {quote([name])}) o={size};;" for name, size in known.items())
-        done = self.host.run(
-            [
-                "sh",
-                "-c",
-                _PULL % {"small": " ".join(SMALL), "cases": cases, "most": LARGEST},
-                "sh",
-                str(self.place),
-            ],
-            timeout=60,
-        )
+        logs = self.folder.logs
+        places = [logs, logs / node] if node else [logs]
+        places[-1].mkdir(mode=0o700, exist_ok=True)
+        files = [path for place in places for path in place.glob("*.*") if path.is_file()]
+        cases = "".join(f" {quote([str(p.relative_to(logs))])}) o={p.stat().st_size};;" for p in files)
+        script = _PULL % {"small": " ".join(SMALL), "cases": cases, "most": LARGEST}
+        done = self.host.run(["sh", "-c", script, "sh", str(self.place), node or ""], timeout=60)
         self._next = time.monotonic() + PULL_S
         if done.code == 3:
             return  # not made yet, or gone
-        small, *logs = done.out.splitlines() or [""]
+        small, *grown = done.out.splitlines() or [""]
         self._unpack(base64.b64decode(small), replace=SMALL)
-        for line in logs:
+        for line in grown:
             name, offset, data = line.split(" ", 2)
-            with open(self.folder.logs / Path(base64.b64decode(name).decode()).name, "ab") as stream:
-                if stream.tell() == int(offset):
-                    stream.write(base64.b64decode(data))
+            path = logs / base64.b64decode(name).decode()
+            if path.parent in places:
+                with open(path, "ab") as stream:
+                    if stream.tell() == int(offset):
+                        stream.write(base64.b64decode(data))
 
     def _unpack(self, data: bytes, replace: Iterable[str] = ()) -> None:
         """A tar of plain files, each put whole into its place; of `replace`, what it does not have is gone there too."""
@@ -114,7 +111,7 @@ class Mirror:
 _PULL = """
 cd -- "$1" 2>/dev/null || exit 3
 tar -cf - %(small)s 2>/dev/null | base64 -w0; echo
-for f in logs/*.*; do
+for f in logs/*.* ${2:+"logs/$2"/*.*}; do
   [ -f "$f" ] || continue
   n=${f#logs/} o=0
   case $n in %(cases)s *) ;; esac

@@ -6,9 +6,17 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    field_validator,
+    model_validator,
+)
 
-from heliostat.units import format_bytes, parse_bytes, parse_duration, parse_window
+from heliostat.units import format_bytes, parse_bytes, parse_duration, parse_walltime, parse_window
 
 NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9-]{0,39}$")
 LABEL_KEY = re.compile(r"^[A-Za-z0-9]([A-Za-z0-9_./-]{0,61}[A-Za-z0-9])?$")
@@ -35,6 +43,10 @@ def _seconds(value: object) -> object:
     return parse_duration(value) if isinstance(value, (str, int, float)) else value
 
 
+def _walltime(value: object) -> object:
+    return parse_walltime(value) if isinstance(value, (str, int, float)) else value
+
+
 def _count(value: object) -> object:
     if isinstance(value, bool):  # `nodes: yes` would count as 1
         raise ValueError(f"`{value}` is not a number")
@@ -48,6 +60,11 @@ def _text(value: object) -> object:
 Name = Annotated[str, BeforeValidator(check_name), Field(json_schema_extra={"pattern": NAME.pattern})]
 Bytes = Annotated[int, BeforeValidator(_bytes, json_schema_input_type=str | int)]
 Seconds = Annotated[int, BeforeValidator(_seconds, json_schema_input_type=str | int)]
+Walltime = Annotated[
+    int,
+    BeforeValidator(_walltime, json_schema_input_type=str),
+    PlainSerializer(lambda seconds: f"{seconds}s", when_used="json-unless-none"),
+]
 Count = Annotated[int, BeforeValidator(_count)]
 Text = Annotated[str, BeforeValidator(_text)]
 Labels = dict[str, Text]
@@ -204,7 +221,9 @@ class ClusterSpec(Model):
     gpus_per_node: Count | None = Field(None, ge=0, description="GPUs on each node")
     memory_per_node: Bytes | None = Field(None, gt=0, description="memory that Ray may use on each node")
     object_store: Bytes | None = Field(None, description="object store on each node, 80M at least")
-    time: Seconds | None = Field(None, gt=0, description="how long the cluster may live (walltime)")
+    time: Walltime | None = Field(
+        None, gt=0, description="how long the cluster may live (walltime): 4:00:00, 90m"
+    )
     environment: Environment = Environment()
     network: Network = Network()
     idle: Idle = Idle()

@@ -59,9 +59,8 @@ class Record:
     launches: int = 0  # never counts back: the name of a node that left may come back
     jobs: list[dict[str, Any]] = field(default_factory=list)
     joins: int = 0  # how many there have been
-    place: str | None = (
-        None  # the cluster's folder on the machine that it is reached through, where that is another
-    )
+    warned: float = 0.0  # when the head last warned of something that is on record
+    place: str | None = None  # its folder on the machine that it is reached through, where that is another
     command: dict[str, Any] | None = None
     ready: float | None = None  # when it was whole for the first time
     ended: float | None = None

@@ -60,6 +60,13 @@ def parse_duration(text: str | int | float) -> int:
     return int(-(-seconds // 1))
 
 
+def parse_walltime(text: str | int | float) -> int:
+    """A duration with its unit: `30` is minutes to a scheduler and seconds to a program, so it is nothing here."""
+    if isinstance(text, (int, float)) or re.fullmatch(r"\s*[0-9.]+\s*", text):
+        raise ValueError(f"`{text}` could mean minutes or seconds: write `{text}m` or `{text}s`")
+    return parse_duration(text)
+
+
 def _clock(text: str) -> float:
     match = _CLOCK.match(text)
     if not match:

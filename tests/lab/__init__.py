@@ -65,6 +65,7 @@ class Lab:
 
     def __enter__(self) -> Lab:
         self._lab("down")
+        shutil.rmtree(ROOT, ignore_errors=True)
         done = self._lab("up", str(self.hosts))
         if done.rc:
             raise RuntimeError(f"the lab did not come up: {done.err}\n{self.logs()}")

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from lab import Lab, wait_for
+from lab import NET, ROOT, USER, Done, Lab, wait_for
 
 pytestmark = [pytest.mark.needs_slurm, pytest.mark.needs_ray]
 
@@ -26,6 +30,9 @@ alive = [n for n in ray.nodes() if n["Alive"]]
 hosts = ray.get([where.options(scheduling_strategy=On(n["NodeID"], soft=False)).remote() for n in alive])
 print("nodes", sorted(n["NodeName"] for n in alive))
 print("hosts", sorted(hosts))
+print("resources", {n["NodeName"]: (n["Resources"].get("CPU"), n["Resources"].get("GPU", 0)) for n in alive})
+print("labels", {n["NodeName"]: n["Labels"].get("kind") for n in alive}, "ips", sorted(n["NodeManagerAddress"] for n in alive))
+print("nccl", os.environ.get("NCCL_SOCKET_IFNAME"), os.environ.get("GLOO_SOCKET_IFNAME"))
 print("args", sys.argv[1:], "cpus", {n["NodeName"]: n["Resources"].get("CPU") for n in alive})
 print("to stderr", file=sys.stderr)
 print("unterminated", end="")
@@ -64,8 +71,8 @@ def nothing_left(lab: Lab, request: pytest.FixtureRequest) -> Iterator[None]:
             wait_for(f"nothing of ours on {host}", lambda host=host: not lab.left_on(host))
 
 
-def ok(done: object) -> object:
-    assert done.rc == 0, f"rc {done.rc}\n{done.out}\n{done.err}"  # type: ignore[attr-defined]
+def ok(done: Done) -> Done:
+    assert done.rc == 0, f"rc {done.rc}\n{done.out}\n{done.err}"
     return done
 
 
@@ -83,21 +90,18 @@ def test_run_streams_and_releases(lab: Lab) -> None:
     assert "to stderr" in done.err and "to stderr" not in done.out
 
 
-def test_dry_run_prints_a_script_that_plain_sbatch_runs(lab: Lab) -> None:
-    done = ok(
-        lab.heliostat(
-            "run", "--on", "slurm", "--nodes", "2", "--dry-run", "--json", "--name", "dry", "hello.py"
-        )
-    )
-    plan = json.loads(done.out)  # type: ignore[attr-defined]
-    script = next(f for f in plan["files"] if f["path"].endswith("script.sh"))
-    assert len(script["text"].splitlines()) < 30
-    assert plan["steps"][0]["argv"][:2] == ["sbatch", "--parsable"]
-    lab.put("dry.sh", script["text"])
-    assert (
-        "allocated" in lab.run("sbatch", "--test-only", "dry.sh").err
-        or "start at" in lab.run("sbatch", "--test-only", "dry.sh").err
-    )
+def test_the_printed_script_runs_by_hand(lab: Lab) -> None:
+    """`--dry-run` prints a script that plain sbatch takes; its log is in the folder where one called it."""
+    words = ["--on", "slurm", "--nodes", "2", "--cpus-per-node", "1", "--time", "10m", "--name", "dry"]
+    done = ok(lab.heliostat("run", *words, "--dry-run", "hello.py", "by hand"))
+    assert len(done.out.splitlines()) < 30 and "sbatch" in done.err
+    lab.put("dry.sh", done.out)
+    assert not (lab.home / ".heliostat/clusters/dry").exists()
+    job = ok(lab.run("sbatch", "--parsable", "dry.sh")).out.strip()
+    wait_for("its end", lambda: not lab.queue(), 180)
+    said = (lab.home / f"dry-{job}.out").read_text()
+    assert "nodes ['head', 'w1']" in said and "args ['by hand']" in said, said
+    assert not list((lab.home / ".heliostat").rglob("token"))
 
 
 @pytest.mark.parametrize(
@@ -107,6 +111,8 @@ def test_dry_run_prints_a_script_that_plain_sbatch_runs(lab: Lab) -> None:
         (["--partition=shut"], "the partition `shut` is down"),
         (["--nodes", "9"], "has 3 nodes, 9 are asked for"),
         (["--time", "2h"], "lets a job run 1h at most"),
+        (["--partition=tiny", "--nodes", "2"], "has 1 node, 2 are asked for"),
+        (["--time", "30"], "30m"),
         (["--output=x"], "`--output` is set by Heliostat"),
         (["--gres=gpu:nosuch:1", "--time", "5m"], "SLURM did not take the job"),
     ],
@@ -127,7 +133,7 @@ def test_a_cluster_that_stays(lab: Lab) -> None:
             "up", "--on", "slurm", "--name", "stay", "--nodes", "2", "--cpus-per-node", "1", "--time", "30m"
         )
     )
-    assert up.out.strip().count(":") == 1  # type: ignore[attr-defined]
+    assert up.out.strip().count(":") == 1
     status = json.loads(lab.heliostat("status", "stay", "--json").out)
     assert status["state"] == "ready" and status["time_left_s"] > 600 and status["problem"] == ""
     assert [n["resources"]["CPU"][1] for n in status["nodes"]] == [1.0, 1.0]
@@ -140,13 +146,13 @@ def test_a_cluster_that_stays(lab: Lab) -> None:
     assert done.rc == 5 and "n1" in done.out
 
     done = ok(lab.heliostat("join", job_id, "--nodes", "2", "--time=10m", "hello.py", "seed=1"))
-    assert "nodes ['head', 'j1-1', 'j1-2', 'w1']" in done.out and "args ['seed=1']" in done.out  # type: ignore[attr-defined]
+    assert "nodes ['head', 'j1-1', 'j1-2', 'w1']" in done.out and "args ['seed=1']" in done.out
     assert [n["name"] for n in json.loads(lab.heliostat("status", "stay", "--json").out)["nodes"]] == [
         "head",
         "w1",
     ]
 
-    assert ok(lab.heliostat("join", "stay")).out.strip() == "j2"  # type: ignore[attr-defined]
+    assert ok(lab.heliostat("join", "stay")).out.strip() == "j2"
     ok(lab.heliostat("scale", "stay", "0"))
     status = json.loads(lab.heliostat("status", "stay", "--json").out)
     assert sorted(n["name"] for n in status["nodes"]) == ["head", "j2-1"] and status["state"] == "ready"
@@ -182,3 +188,145 @@ def test_time_limit_tells_the_script(lab: Lab) -> None:
     )
     assert done.rc == 3, done.err
     assert (lab.home / "told.txt").read_text() == "saved"
+
+
+def test_only_its_allocation_also_where_nodes_differ(lab: Lab) -> None:
+    """Three GPUs on two nodes: SLURM gives two and one. CPUs differ from what the machine has."""
+    done = ok(
+        lab.heliostat(
+            "run",
+            "--on",
+            "slurm",
+            "--nodes",
+            "2",
+            "--cpus-per-node",
+            "2",
+            "--time",
+            "10m",
+            "--partition=gpu",
+            "--gpus=3",
+            "hello.py",
+        )
+    )
+    said = next(line for line in done.out.splitlines() if line.startswith("resources"))
+    assert sorted(eval(said.partition(" ")[2]).values()) == [(2.0, 1.0), (2.0, 2.0)], done.out
+
+
+def test_groups_are_jobs_of_their_own(lab: Lab) -> None:
+    lab.put(
+        "groups.yaml",
+        """\
+on: slurm
+cpus_per_node: 1
+time: 10m
+groups:
+  plain: {nodes: 1, labels: {kind: plain}}
+  fast: {nodes: 1, gpus: 1, labels: {kind: fast}, options: {partition: gpu, nodelist: n2}}
+""",
+    )
+    done = ok(lab.heliostat("run", "-f", "groups.yaml", "hello.py"))
+    assert "nodes ['fast-1', 'head', 'plain-1']" in done.out, done.out
+    said = next(line for line in done.out.splitlines() if line.startswith("resources"))
+    assert eval(said.partition(" ")[2])["fast-1"] == (1.0, 1.0)
+    assert "'fast-1': 'fast'" in done.out and "'plain-1': 'plain'" in done.out
+
+
+@pytest.mark.parametrize("interface, shown", [("eth0", f"{NET}."), ("fd77::/64", "fd77::")])
+def test_the_interface_that_is_named(lab: Lab, interface: str, shown: str) -> None:
+    done = ok(
+        lab.heliostat(
+            "run",
+            "--on",
+            "slurm",
+            "--nodes",
+            "2",
+            "--cpus-per-node",
+            "1",
+            "--time",
+            "10m",
+            "--interface",
+            interface,
+            "hello.py",
+        )
+    )
+    assert "nodes ['head', 'w1']" in done.out and "nccl eth0 eth0" in done.out
+    ips = done.out.partition("ips ")[2].splitlines()[0]
+    assert ips.count(shown) == 2, ips
+
+
+def test_from_a_laptop(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything through ssh to the login node, from a machine that has no SLURM and shares no folder with it."""
+    ssh = tmp_path / "bin/ssh"
+    ssh.parent.mkdir()
+    ssh.write_text(f'#!/bin/sh\nexec /usr/bin/ssh -F {tmp_path}/config "$@"\n')
+    ssh.chmod(0o755)
+    known = f"UserKnownHostsFile {tmp_path}/known"
+    (tmp_path / "config").write_text(
+        f"Host login\n HostName {NET}.250\n User {USER}\n IdentityFile {ROOT}/ssh/id\n {known}\n"
+    )
+    monkeypatch.setenv("PATH", f"{ssh.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("HELIOSTAT_HOME", str(tmp_path / "home"))
+    work = tmp_path / "work"
+    work.mkdir()
+    (work / "hello.py").write_text(HELLO)
+    (work / "far.yaml").write_text(
+        f"on: slurm\nname: far\nnodes: 2\ncpus_per_node: 1\ntime: 20m\nslurm: {{via: login}}\n"
+        f"environment: {{setup: ['export PATH={Path(sys.executable).parent}:$PATH']}}\n"
+    )
+
+    def heliostat(*words: str) -> Done:
+        done = subprocess.run(
+            [sys.executable, "-m", "heliostat", *words], cwd=work, capture_output=True, text=True, timeout=300
+        )
+        return Done(done.returncode, done.stdout, done.stderr)
+
+    refused = heliostat("up", "far.yaml")
+    assert refused.rc == 1 and "could not reach `login` over ssh" in refused.err, refused.err
+    assert "by hand, and compare the key" in refused.err, "an unknown host key is not taken blindly"
+    subprocess.run(
+        f"ssh-keyscan -t ed25519 {NET}.250 > {tmp_path}/known",
+        shell=True,
+        check=True,
+        stderr=subprocess.DEVNULL,
+    )
+
+    ok(heliostat("up", "far.yaml"))
+    status = json.loads(ok(heliostat("status", "far", "--json")).out)
+    assert status["state"] == "ready" and status["problem"] == "" and status["time_left_s"] > 60
+    (work / "mine.py").write_text("print('a copy of my folder')")
+    done = ok(heliostat("submit", "far", "--wait", "--working-dir", ".", "--", "python mine.py; hostname"))
+    assert "a copy of my folder\nn1" in done.out
+    done = ok(heliostat("join", "far", "--time=10m", "hello.py", "x y"))
+    assert "nodes ['head', 'j1-1', 'w1']" in done.out and "args ['x y']" in done.out
+    assert "==> ray.log <==" in ok(heliostat("logs", "far", "head")).out
+    ok(heliostat("down", "far"))
+    assert "args ['x y']" in ok(heliostat("logs", "far", "j1")).out, "its logs have come home"
+    left = sorted(p.name for p in (lab.home / ".heliostat/via").rglob("*"))
+    assert set(left) <= {
+        *os.listdir(lab.home / ".heliostat/via"),
+        "work",
+        "j1",
+        "hello.py",
+        "far.yaml",
+        "mine.py",
+    }, left
+
+
+def test_the_clusters_work_is_told_of_the_time_limit(lab: Lab) -> None:
+    """Ray's workers drain with a deadline, a guest's command gets SIGTERM and time, then the cluster ends in order."""
+    ok(
+        lab.heliostat(
+            "up", "--on", "slurm", "--name", "short", "--nodes", "2", "--cpus-per-node", "1", "--time", "2m"
+        )
+    )
+    guest = lab.start("join", "short", "--time=10m", "slow.py")
+    (lab.home / "told.txt").unlink(missing_ok=True)
+    out, err = guest.communicate(timeout=400)
+    assert guest.returncode == 3 and out == "begun\n", f"{out}\n{err}"
+    assert (lab.home / "told.txt").read_text() == "saved"
+    wait_for("the cluster's end", lambda: lab.heliostat("ls").err.startswith("no clusters"), 120)
+    past = json.loads(lab.heliostat("ls", "--all", "--json").out)["clusters"]
+    assert next(c for c in past if c["name"] == "short")["state"] == "ended"
+    folder = next((lab.home / ".heliostat/history").glob("short-*"))
+    assert "(True, '')" in (folder / "logs/head/drain.log").read_text(), "Ray was told"
+    assert "the time limit is near" in (folder / "events.jsonl").read_text()

@@ -205,7 +205,7 @@ def test_a_controller_that_is_silent_for_a_while(lab: Lab, words: list[str]) -> 
     time.sleep(15)  # longer than SLURM's own patience with an answer
     assert going.poll() is None
     lab.root("ctl", "kill", "-CONT", controller)
-    out, err = going.communicate(timeout=300)
+    _out, err = going.communicate(timeout=300)
     assert going.returncode == 0, err
     lab.root("ctl", "kill", "-STOP", controller)
     said = status(lab)
@@ -215,7 +215,7 @@ def test_a_controller_that_is_silent_for_a_while(lab: Lab, words: list[str]) -> 
     time.sleep(5)
     assert going.poll() is None
     lab.root("ctl", "kill", "-CONT", controller)
-    out, err = going.communicate(timeout=300)
+    _out, err = going.communicate(timeout=300)
     assert going.returncode == 0, err
     assert not lab.queue()
 
@@ -226,7 +226,7 @@ def test_the_job_is_cancelled_while_it_waits(lab: Lab, words: list[str]) -> None
     wait_for("it is on record", lambda: status(lab)["head"][0] == "QUEUED")
     assert "held" in status(lab)["head"][1]
     lab.run("scancel", job)
-    out, err = going.communicate(timeout=120)
+    _out, err = going.communicate(timeout=120)
     assert going.returncode == 1 and "cancelled" in four_lines(err)["because"], err
 
 
@@ -278,7 +278,7 @@ def test_a_file_that_comes_late(lab: Lab, words: list[str]) -> None:
     wait_for("it runs", lambda: "RUNNING" in lab.queue()[0])
     time.sleep(2)
     agent.with_name("hidden").rename(agent)
-    out, err = going.communicate(timeout=120)
+    _out, err = going.communicate(timeout=120)
     assert going.returncode == 0, err
     ok(lab.heliostat("down", "lab"))
 

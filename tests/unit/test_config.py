@@ -318,7 +318,7 @@ def test_the_schema_refuses_what_we_refuse(value: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [{}, {"time": "4:00:00"}, {"time": 90}, {"memory_per_node": "50G"}, {"head": "a"}, {"head": {"host": "a"}}, {"local": {}},
+    [{}, {"time": "4:00:00"}, {"time": "90s"}, {"memory_per_node": "50G"}, {"head": "a"}, {"head": {"host": "a"}}, {"local": {}},
      {"groups": {"a": {"memory": "1G"}}}],
 )  # fmt: skip
 def test_the_schema_takes_what_we_take(value: dict[str, Any]) -> None:

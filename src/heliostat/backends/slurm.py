@@ -177,7 +177,7 @@ class Slurm:
         from heliostat.units import parse_duration
 
         spec, options = order.spec, order.options
-        limit = spec.time or (parse_duration(options.time) if options.time is not None else None)
+        limit = spec.time or _time(options.time)
         most = check_fits(order, limit)
         if limit is None and not order.config["command"]:
             # what stays lives for a day unless somebody says otherwise, or the partition ends it sooner
@@ -440,6 +440,15 @@ def check_fits(order: Order, limit: int | None) -> int | None:
     return most
 
 
+def _time(said: str | int | None) -> int | None:
+    from heliostat.units import parse_walltime
+
+    try:
+        return None if said is None else parse_walltime(said)
+    except ValueError as error:
+        raise UsageError("`slurm.time` cannot be used", because=str(error)) from None
+
+
 def _most(entry: Mapping[str, Any]) -> int:
     """How many nodes of the partition one job may have."""
     return int(entry["nodes"] if entry["most"] is None else min(entry["nodes"], entry["most"]))
@@ -525,8 +534,12 @@ def _explained(done: object, order: Order, host: Transport) -> HeliostatError:
         hint = f"limits: {_names(host, ['sinfo', '--noheader', '--format=%R %l'])}"
     elif "node configuration" in text or "node count" in text:
         hint = f"what there is (nodes, CPUs, MB, GPUs): {_names(host, ['sinfo', '--noheader', '--format=%R %D %c %m %G'])}"
+    elif "qos policy" in text or "submit limit" in text:
+        hint = "you have as many jobs as your account or QOS allows: squeue --me; sacctmgr show qos"
     elif "qos" in text:
-        hint = "ask `sacctmgr show qos`, or your site, which QOS you may use"
+        hint = f"QOS here: {_names(host, ['sacctmgr', '--noheader', '--parsable2', 'show', 'qos', 'format=name'])}"
+    elif "array" in text:
+        hint = "one `heliostat join` a task, instead of an array"
     return _batch.refused(done, f"SLURM did not take the job of `{order.spec.cluster_name}`", hint)
 
 

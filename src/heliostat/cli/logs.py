@@ -31,6 +31,7 @@ def command(out: Output, /, cluster: str, what: str | None, follow: bool) -> int
     life = Lifecycle()
     folder = life.store.find(cluster) or life.store.last_past(cluster) or life.store.open(cluster)
     record = folder.record()
+    life.refresh(folder, what if what in record.nodes else None)
     if what is None:
         show_events(out, folder, follow)
         return None
@@ -42,7 +43,7 @@ def command(out: Output, /, cluster: str, what: str | None, follow: bool) -> int
             copy(out, stream, folder.logs / f"{what}.{stream}")
         return None
     if what in record.nodes or (folder.logs / what).is_dir():
-        show_node(out, folder, what, follow)
+        show_node(out, life, folder, what, follow)
         return None
     if folder.path.parent == life.store.ended:
         kept = sorted(folder.logs.glob(f"*/job-driver-{what}.log"))
@@ -88,7 +89,7 @@ def event_line(event: dict[str, Any]) -> str:
     return f"{when}  {event.get('text', '')}"
 
 
-def show_node(out: Output, folder: ClusterFolder, node: str, follow: bool) -> None:
+def show_node(out: Output, life: Lifecycle, folder: ClusterFolder, node: str, follow: bool) -> None:
     """The agent's log, `ray start`'s, and Ray's own that were kept; each under its name."""
     sizes: dict[Path, int] = {}
     last = b"\n"
@@ -109,6 +110,7 @@ def show_node(out: Output, folder: ClusterFolder, node: str, follow: bool) -> No
         if not follow or not folder.path.exists():
             return
         time.sleep(0.5)
+        life.refresh(folder, node)
 
 
 def live_logs(folder: ClusterFolder, node: str) -> list[Path]:
