@@ -109,7 +109,8 @@ def judge(
     if seen.state is not N.ALLOCATED:
         return seen.state, seen.reason, time.time()
     # the head knows best, but for a node that ended
-    told = words if N.__members__.get(str(live.get("state"))) in (None, *TERMINAL) else live
+    heard = N.__members__.get(str(live.get("state")))
+    told = words if heard in (None, *TERMINAL) or (heard is N.LOST and said in TERMINAL) else live
     state = N.__members__.get(str(told.get("state")), N.ALLOCATED)
     since, reason = float(told.get("since") or time.time()), str(told.get("reason", ""))
     if state in TERMINAL and (alone or (wanted and state is N.GONE)):

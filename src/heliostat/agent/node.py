@@ -43,6 +43,7 @@ class Node:
         self.ray: Optional[RayNode] = None
         self.block: Optional[ports.Block] = None
         self.stop_reason = ""
+        self.orphan = False
         self.told_at = self.continued_at = float("-inf")
         self.grace_s = float(config.get("grace_s", 10))
         self.stopping = asyncio.Event()
@@ -276,7 +277,7 @@ class Node:
             end, reason = "FAILED", "%s: %s" % (type(error).__name__, error)
         if end != "FAILED" and self.ray and self.ray.ended.is_set() and not self.stopping.is_set():
             end, reason = "FAILED", "Ray ended: %s" % await self.ray.why()
-        elif end != "FAILED" and self.forsaken:
+        elif end != "FAILED" and (self.forsaken or self.orphan):
             end = "FAILED"
         self.move("STOPPING", reason or self.stop_reason)
         if "kill_wait_s" in self.config:
@@ -364,6 +365,7 @@ class Worker(Node):
             first = self.state == "STARTING" and self.link.writer is None  # the head may wait in a queue
             if quiet > (float(self.config.get("head_timeout_s", 600)) if first else patience):
                 self.at_once.set()
+                self.orphan = True
                 self.stop("the head has not been heard of for %d s" % quiet)
                 return
 
