@@ -77,8 +77,9 @@ class BatchScript:
         if self.venv:
             first.append(f"source {quote([self.venv.rstrip('/') + '/bin/activate'])} || exit 1")
         if self.conda:
-            # a batch shell has no `conda activate` until its hook has run
-            first.append('eval "$(conda shell.bash hook)" || exit 1')
+            # a batch shell has no `conda activate` until its hook has run, and may have no conda on its PATH either:
+            # `conda init` exports where it is
+            first.append('eval "$("${CONDA_EXE:-conda}" shell.bash hook)" || exit 1')
             first.append(f"conda activate {quote([self.conda])} || exit 1")
         if self.stdin:
             return "\n".join([*lines, *first, f"exec {quote(self.command)} < {quote([self.stdin])}"]) + "\n"
