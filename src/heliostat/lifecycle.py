@@ -261,7 +261,7 @@ class Lifecycle:
 
         name = spec.cluster_name
         if backends.load(spec.on).shares_files:
-            environment.prepare(spec, self.host, self.emit)
+            environment.prepare(spec, self.store, self.host, self.emit)
         # whatever cannot be done is said before anything is
         planning.plan(ClusterFolder(self.store.clusters / name), spec, command=command, host=self.host)
         mine = False
@@ -707,6 +707,12 @@ def _waiting(view: View, need: int) -> str:
 
 def _advice(reason: str, record: Record) -> str:
     """One thing to type, for the reasons that we know."""
+    if "no Ray in the image" in reason:
+        return "build the image on docker://rayproject/ray, or install 'ray[default]' in it"
+    if "neither apptainer nor singularity" in reason:
+        return "--setup 'module load apptainer', or whatever brings it here"
+    if "the copy of" in reason and "MiB" in reason:
+        return "set TMPDIR to a larger disk by --setup, or leave out `environment.stage`"
     if "no Ray in" in reason:
         return "pip install 'ray[default]==2.60.0' in that environment"
     if "is asked for" in reason:

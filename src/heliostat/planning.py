@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import zipfile
 from collections.abc import Sequence
 from dataclasses import fields
@@ -17,9 +18,10 @@ from typing import Any
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked
 
-from heliostat import backends, config
+from heliostat import backends, config, staging
 from heliostat.backends.base import Order, Plan
-from heliostat.spec import ClusterSpec, Member, members
+from heliostat.errors import UsageError
+from heliostat.spec import DEFAULT_RAY, ClusterSpec, Environment, Member, members
 from heliostat.store import ClusterFolder, Record
 from heliostat.transport import Transport
 from heliostat.units import parse_window
@@ -70,7 +72,18 @@ def agent_config(
 ) -> dict[str, Any]:
     """What every agent of the cluster is told; the site adds what differs from node to node. Holds no secret."""
     window = spec.network.window()
+    environment = spec.environment
+    more: dict[str, Any] = {}
+    if environment.container:
+        more["container"] = {
+            "image": image(environment, check=backends.load(spec.on).shares_files),
+            "binds": [os.path.expanduser(bind) for bind in environment.binds],
+            "options": list(environment.container_options),
+        }
+    if environment.stage:
+        more["stage"] = staging.look(venv(environment), folder.cache).to_json()
     return {
+        **more,
         "schema": 1,
         "cluster": spec.cluster_name,
         "id": mark,
@@ -91,9 +104,30 @@ def agent_config(
     }
 
 
+def venv(environment: Environment) -> Path:
+    return Path(environment.venv or "").expanduser().absolute()
+
+
+def image(environment: Environment, check: bool = False) -> str:
+    """The container's image: a URI as it is, a file by its full path. check: it must be there."""
+    named = environment.container or ""
+    if "://" in named:
+        return named
+    path = Path(os.path.abspath(os.path.expanduser(named)))
+    if check and not path.exists():
+        raise UsageError(
+            f"there is no image `{path}`",
+            because="`environment.container` names a file that is not there",
+            hint=f"apptainer pull {path} docker://rayproject/ray:{DEFAULT_RAY}",
+        )
+    return str(path)
+
+
 def spec_json(spec: ClusterSpec) -> dict[str, Any]:
     """The spec as the record keeps it: what was said, and the site's own table."""
     said: dict[str, Any] = json.loads(spec.model_dump_json(exclude_unset=True))
+    if spec.environment.container:  # a later command may be typed in another folder
+        said["environment"]["container"] = image(spec.environment)
     own = {site: table for site, table in spec.sites.items() if site == spec.on}
     size = {} if spec.groups else {"nodes": spec.nodes}
     return {**said, "on": spec.on, "name": spec.cluster_name, **size, **own}

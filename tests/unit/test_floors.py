@@ -22,6 +22,7 @@ FLOORS: dict[str, float] = {
     "agent": 0.5,
     # doors to the world
     **dict.fromkeys(("config", "script", "transport", "store", "rayapi", "relay", "tunnel", "workdir"), 1),
+    "staging": 1.5,  # reads and writes, and knows the store
     "backends": 2,
     "elastic": 2,
     # where order is decided

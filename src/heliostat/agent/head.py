@@ -6,7 +6,6 @@ import asyncio
 import datetime
 import json
 import os
-import sys
 import time
 from typing import Any, Dict, List, Optional
 
@@ -14,7 +13,7 @@ from . import files, hub, ports
 from .command import Command
 from .idle import IdleClock, activity, last_jobs
 from .node import Json, Node, mine
-from .raynode import client_environment, join
+from .raynode import join
 
 WARN_S = 15 * 60
 # never the head: Ray would end it while its GCS lives on
@@ -36,7 +35,7 @@ class Head(Node):
         super().__init__(config, temp)
         self.hub: Optional[hub.Hub] = None
         self.nodes: Dict[str, Json] = {}
-        self.work = Command(config, temp, self.flush) if mine(config) else None
+        self.work = Command(self.runtime, self.flush) if mine(config) else None
         self.enough = asyncio.Event()
         self.started = self.looked = time.time()
         self.began = time.monotonic()
@@ -265,10 +264,12 @@ class Head(Node):
         assert self.block
         request = {"address": join(self.ip, self.block.ports["gcs"]), "reason": reason,
                    "deadline_ms": int((time.time() + seconds) * 1000)}  # fmt: skip
-        env = {**os.environ, **client_environment(self.config, self.temp)}
+        argv, env = self.runtime.wrap(
+            [self.runtime.python, "-c", DRAIN], {**os.environ, **self.runtime.client_environment()}
+        )
         with open(os.path.join(self.logs, "drain.log"), "ab") as log:
             child = await asyncio.create_subprocess_exec(
-                sys.executable, "-c", DRAIN, stdin=asyncio.subprocess.PIPE, stdout=log, stderr=log, env=env
+                *argv, stdin=asyncio.subprocess.PIPE, stdout=log, stderr=log, env=env, cwd="/"
             )
             await child.communicate(json.dumps(request).encode())
 

@@ -156,7 +156,8 @@ class Slurm:
             grace = max(
                 10, min(grace, limit // 4)
             )  # a short job must not be told at its beginning that it ends
-        order = _with_config(order, {"grace_s": grace, "time_limit_s": limit, "own_clock": False})
+        more = {"grace_s": grace, "time_limit_s": limit, "own_clock": False}
+        order = _with_config(order, {**more, **self._broadcast(order)})
         python = agent_script(spec.environment, order.agent, "node").command
         suffix, config = _batch.job_files(order, self._step(order, python), "SLURM_PROCID")
         script = agent_script(
@@ -178,6 +179,16 @@ class Slurm:
             "srun", "--overlap", "--mpi=none", "--relative=1", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1",
             "--cpu-bind=none", "--kill-on-bad-exit=0", "--wait=0", "--input=all", "--export=ALL", *agent,
         ]  # fmt: skip
+
+    def _broadcast(self, order: Order) -> dict[str, object]:
+        """How one file comes to all nodes of the job, read once and passed on from node to node, and how it goes."""
+        count = len(order.members)
+        if not order.config.get("stage") or count == 1:
+            return {}
+        everywhere = [
+            "srun", "--overlap", "--mpi=none", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1",
+        ]  # fmt: skip
+        return {"broadcast": {"copy": ["sbcast"], "remove": [*everywhere, "rm", "-f"]}}
 
     def _directives(self, order: Order, suffix: str, limit: int | None, grace: int) -> Iterator[str]:
         from heliostat.script import directive
