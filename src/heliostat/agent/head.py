@@ -16,6 +16,7 @@ from .node import Json, Node, mine
 from .raynode import join
 
 WARN_S = 15 * 60
+CLEAN_S = 10.0  # for the other nodes of our job to remove what they have on their disks
 # never the head: Ray would end it while its GCS lives on
 DRAIN = """
 import json, sys
@@ -302,6 +303,8 @@ class Head(Node):
                 pass
         self.last_words()  # once more: on a full disk there is room for it only now
         self.flush()
+        if self.step:  # the job ends with us, and what it ends hard cannot clean up
+            await asyncio.wait([self.step], timeout=CLEAN_S)
         return answer
 
     def exit_code(self) -> int:

@@ -97,13 +97,13 @@ class Node:
     async def start(self) -> None:
         """The environment comes here, the other nodes of our job are started, and Ray."""
         early = bool(self.config.get("stage"))  # copying it takes long, and the others have to do that too
-        if early:
+        if early and self.others:
             await self.runtime.share()
             self.start_step()
         await self.runtime.prepare()
         await self.check_ray()
         self.size()
-        if not early:
+        if not self.step:
             self.start_step()
         await self.start_ray()
 
