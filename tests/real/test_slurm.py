@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -195,6 +196,54 @@ def test_a_staged_environment(lab: Lab, cast: bool) -> None:
         assert re.fullmatch(r"/tmp/hs-[^/]+/venv", venv) and path.startswith(venv + "/lib/"), path
     called = log.read_text()
     assert called.count("\n") == cast and (called.startswith("0 ") if cast else True)  # once, not once a node
+
+
+@pytest.mark.parametrize("moment", ["broadcast", "unpack"])
+def test_a_staged_cluster_that_is_ended_while_it_copies(lab: Lab, moment: str) -> None:
+    """What came to the other hosts goes, also where their agents were never started. Half an archive is no archive."""
+    table = {"venv": sys.prefix, "stage": "local", "setup": ["export PATH=~/bin:$PATH"]}
+    lab.put("staged.yaml", json.dumps({"on": "slurm", "nodes": 2, "environment": table}))
+    marks = {"broadcast": ("sbcast", '/usr/bin/sbcast "$@"'), "unpack": ("tar", "true")}
+    name, first = marks[moment]
+    for program in ("sbcast", "tar"):
+        text = f"#!/bin/sh\n{first}\ntouch ~/there\nsleep 600\n" if program == name else ""
+        lab.put(f"bin/{program}", text or f'#!/bin/sh\nexec /usr/bin/{program} "$@"\n').chmod(0o755)
+    there = lab.home / "there"
+    there.unlink(missing_ok=True)
+    ok(
+        lab.heliostat(
+            "up", "-f", "staged.yaml", "--name", "early", "--cpus-per-node", "1", "--time", "10m", "--no-wait"
+        )
+    )
+    wait_for(f"the {moment}", there.exists)
+    ok(lab.heliostat("down", "early"))
+    lab.run("rm", "-r", "bin")
+
+
+def test_a_container(lab: Lab) -> None:
+    """By a stand-in for apptainer that `setup` brings: the agents call srun outside, Ray and the driver are inside."""
+    standins = Path(__file__).parents[1] / "standins"
+    python = Path(sys.executable).parent
+    lab.put("ray.sif", f"PATH={python}:/usr/bin:/bin\nSEEN={sys.prefix}:{sys.base_prefix}\n")
+    lab.put(
+        "inside.py",
+        HELLO.replace("socket.gethostname()", 'socket.gethostname() + os.environ["APPTAINER_NAME"]'),
+    )
+    words = [
+        "--on",
+        "slurm",
+        "--nodes",
+        "2",
+        "--cpus-per-node",
+        "1",
+        "--time",
+        "10m",
+        "--container",
+        "ray.sif",
+    ]
+    done = lab.heliostat("run", *words, "--setup", f"PATH={standins}:$PATH", "inside.py", env={"CODE": "7"})
+    assert done.rc == 7, done.err
+    assert "hosts ['n1ray.sif', 'n2ray.sif']" in done.out
 
 
 def test_two_users_clusters_on_one_host(lab: Lab) -> None:

@@ -303,7 +303,7 @@ class Head(Node):
                 pass
         self.last_words()  # once more: on a full disk there is room for it only now
         self.flush()
-        if self.step:  # the job ends with us, and what it ends hard cannot clean up
+        if self.step and self.hub:  # the job ends with us, and what it ends hard cannot clean up
             await asyncio.wait([self.step], timeout=CLEAN_S)
         return answer
 
