@@ -9,13 +9,15 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from heliostat import staging
 from heliostat.errors import HeliostatError, UsageError
 from heliostat.events import Emit, Event
-from heliostat.planning import agent_archive
+from heliostat.planning import agent_archive, venv
 from heliostat.spec import DEFAULT_RAY
 
 if TYPE_CHECKING:
     from heliostat.spec import ClusterSpec
+    from heliostat.store import Store
     from heliostat.transport import Transport
 
 INSTALL_S = 1800.0
@@ -30,8 +32,20 @@ exit $c
 """
 
 
-def prepare(spec: ClusterSpec, host: Transport, emit: Emit) -> None:
-    """Makes the virtual environment that the spec names, where there is none; tells how far it is."""
+def prepare(spec: ClusterSpec, store: Store, host: Transport, emit: Emit) -> None:
+    """Makes the virtual environment that the spec names, where there is none, and packs it where the nodes are to have
+    copies; tells how far it is."""
+    _make(spec, host, emit)
+    pack(spec, store, emit)
+
+
+def pack(spec: ClusterSpec, store: Store, emit: Emit) -> None:
+    """The archive that the nodes unpack, where they are to have copies of the environment."""
+    if spec.environment.stage:
+        staging.pack(staging.look(venv(spec.environment), store.cache), store, emit)
+
+
+def _make(spec: ClusterSpec, host: Transport, emit: Emit) -> None:
     wanted = spec.environment
     if wanted.requirements and not wanted.venv:
         raise UsageError(

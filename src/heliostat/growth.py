@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from heliostat import backends, planning
+from heliostat import backends, environment, planning
 from heliostat.backends.base import Handle
 from heliostat.errors import HeliostatError, UsageError
 from heliostat.events import Event
@@ -31,6 +31,7 @@ def scale(life: Lifecycle, name: str, workers: int) -> View:
         raise UsageError(
             f"`{name}` has groups of nodes", because="say which group in the file, and `up` again"
         )
+    environment.pack(spec, life.store, life.emit)
     wanted = {m.name: m for m in worker_members(spec, workers)}
     with folder.lock():
         record = folder.record()
@@ -91,6 +92,7 @@ def join(life: Lifecycle, name: str, spec: ClusterSpec, command: dict[str, Any] 
     view = life.find(name)
     life.must_be_up(view)
     folder = view.folder
+    environment.pack(spec, life.store, life.emit)
     with folder.lock():
         record = folder.record()
         record.joins += 1

@@ -385,9 +385,9 @@ class Lifecycle:
 
         name = spec.cluster_name
         host = self.host_for(spec.sites.get(spec.on, {}))
-        if backends.load(spec.on).shares_files:
-            environment.prepare(spec, host, self.emit)
         self.plan(spec, command=command)  # whatever cannot be done is said before anything is
+        if backends.load(spec.on).shares_files:
+            environment.prepare(spec, self.store, host, self.emit)
         mine = False
         while True:
             folder = self.store.find(name)
@@ -517,7 +517,8 @@ class Lifecycle:
                 record.nodes[member.name] = NodeRecord(
                     member.name, member.role, member.group, since=time.time(), launch=record.launches
                 )
-                (folder.path / "nodes" / f"{member.name}.json").unlink(missing_ok=True)
+                if member.name in again:  # else it may run already: an interrupted `up` submitted it
+                    (folder.path / "nodes" / f"{member.name}.json").unlink(missing_ok=True)
             self.launch(folder, record, order, plan)
 
     def launch(self, folder: ClusterFolder, record: Record, order: Order, plan: Plan) -> None:
@@ -866,6 +867,12 @@ def _waiting(view: View, need: int) -> str:
 
 def _advice(reason: str, record: Record) -> str:
     """One thing to type, for the reasons that we know."""
+    if "no Ray in the image" in reason:
+        return "build the image on docker://rayproject/ray, or install 'ray[default]' in it"
+    if "neither apptainer nor singularity" in reason:
+        return "--setup 'module load apptainer', or whatever brings it here"
+    if "the copy of" in reason and "MiB" in reason:
+        return "set TMPDIR to a larger disk by --setup, or leave out `environment.stage`"
     if "no Ray in" in reason:
         return "pip install 'ray[default]==2.60.0' in that environment"
     if "is asked for" in reason:

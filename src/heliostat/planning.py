@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import sys
 import zipfile
 from collections.abc import Mapping, Sequence
@@ -18,9 +19,10 @@ from typing import Any
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked
 
-from heliostat import backends, config
+from heliostat import backends, config, staging
 from heliostat.backends.base import Order, Plan
-from heliostat.spec import ClusterSpec, Member, members
+from heliostat.errors import UsageError
+from heliostat.spec import DEFAULT_RAY, ClusterSpec, Environment, Member, members
 from heliostat.store import ClusterFolder, Record
 from heliostat.transport import Transport
 from heliostat.units import parse_window
@@ -52,7 +54,7 @@ def plan(
         members=members(spec) if nodes is None else nodes,
         folder=folder.path,
         agent=Path(__file__).parent / "agent" if standalone else folder.agent,
-        config={**agent_config(folder, spec, mark, command), "launch": launch, **by_hand},
+        config={**agent_config(folder, spec, mark, command, home), "launch": launch, **by_hand},
         python="python3" if home else sys.executable,
         group_options={name: site_options(spec, group.options) for name, group in spec.groups.items()},
         facts=backend.survey(options, host) if host is not None else {},
@@ -76,11 +78,32 @@ def site_options(spec: ClusterSpec, more: Mapping[str, Any] | None = None) -> An
 
 
 def agent_config(
-    folder: ClusterFolder, spec: ClusterSpec, mark: str, command: dict[str, Any] | None
+    folder: ClusterFolder,
+    spec: ClusterSpec,
+    mark: str,
+    command: dict[str, Any] | None,
+    home: Path | None = None,
 ) -> dict[str, Any]:
     """What every agent of the cluster is told; the site adds what differs from node to node. Holds no secret."""
     window = spec.network.window()
+    environment = spec.environment
+    more: dict[str, Any] = {}
+    if environment.container:
+        more["container"] = {
+            "image": image(environment, home, check=home is None and backends.load(spec.on).shares_files),
+            "binds": [bind if home else os.path.expanduser(bind) for bind in environment.binds],
+            "options": list(environment.container_options),
+        }
+    if environment.stage and home:
+        raise UsageError(
+            "`environment.stage` cannot be used with `via`",
+            because="the environment is packed on the machine where it is",
+            hint="run heliostat on the login node, or leave out `environment.stage`",
+        )
+    if environment.stage:
+        more["stage"] = staging.look(venv(environment), folder.cache).to_json()
     return {
+        **more,
         "schema": 1,
         "cluster": spec.cluster_name,
         "id": mark,
@@ -101,9 +124,33 @@ def agent_config(
     }
 
 
+def venv(environment: Environment) -> Path:
+    return Path(environment.venv or "").expanduser().absolute()
+
+
+def image(environment: Environment, home: Path | None = None, check: bool = False) -> str:
+    """The container's image: a URI as it is, a file by its full path (home: on another machine). check: it must be there."""
+    named = environment.container or ""
+    if "://" in named:
+        return named
+    if home:
+        return str(home / named.removeprefix("~/"))
+    path = Path(os.path.abspath(os.path.expanduser(named)))
+    if check and not path.exists():
+        raise UsageError(
+            f"there is no image `{path}`",
+            because="`environment.container` names a file that is not there",
+            hint=f"apptainer pull {path} docker://rayproject/ray:{DEFAULT_RAY}",
+        )
+    return str(path)
+
+
 def spec_json(spec: ClusterSpec) -> dict[str, Any]:
     """The spec as the record keeps it: what was said, and the site's own table."""
     said: dict[str, Any] = json.loads(spec.model_dump_json(exclude_unset=True))
+    if spec.environment.container and not spec.sites.get(spec.on, {}).get("via"):
+        # a later command may be typed in another folder
+        said["environment"]["container"] = image(spec.environment)
     own = {site: table for site, table in spec.sites.items() if site == spec.on}
     size = {} if spec.groups else {"nodes": spec.nodes}
     return {**said, "on": spec.on, "name": spec.cluster_name, **size, **own}

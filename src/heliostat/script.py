@@ -79,8 +79,9 @@ class BatchScript:
         if self.venv:
             first.append(f"source {quote([self.venv.rstrip('/') + '/bin/activate'])} || exit 1")
         if self.conda:
-            # a batch shell has no `conda activate` until its hook has run
-            first.append('eval "$(conda shell.bash hook)" || exit 1')
+            # a batch shell has no `conda activate` until its hook has run, and may have no conda on its PATH either:
+            # `conda init` exports where it is
+            first.append('eval "$("${CONDA_EXE:-conda}" shell.bash hook)" || exit 1')
             first.append(f"conda activate {quote([self.conda])} || exit 1")
         if self.config:
             # a file that was just written may come late to another machine's view of a shared disk

@@ -79,7 +79,18 @@ class Environment(Model):
 
     venv: str | None = Field(None, description="folder of a virtual environment on the nodes")
     conda: str | None = Field(None, description="name or folder of a conda environment on the nodes")
-    container: str | None = Field(None, description="Apptainer image")
+    stage: Literal["local"] | None = Field(
+        None, description="`local`: each node uses a copy of the venv on its own disk"
+    )
+    container: str | None = Field(
+        None, description="Apptainer image that Ray and the work run in: a file, or `docker://…`"
+    )
+    binds: tuple[str, ...] = Field(
+        (), description="folders that are seen inside the container: `/data`, `/scratch:/scratch:ro`"
+    )
+    container_options: tuple[str, ...] = Field(
+        (), description="any other options of `apptainer exec`, verbatim"
+    )
     ray: Text | None = Field(None, description="the Ray version that must be there")
     requirements: str | None = Field(None, description="requirements file to install")
     setup: tuple[str, ...] = Field((), description="shell lines that run first on every node")
@@ -90,7 +101,21 @@ class Environment(Model):
         given = [key for key in ("venv", "conda", "container") if getattr(self, key)]
         if len(given) > 1:
             raise ValueError(f"`{given[0]}` and `{given[1]}` exclude each other: keep one")
+        needs = {"stage": "venv", "binds": "container", "container_options": "container"}
+        for key, other in needs.items():
+            if getattr(self, key) and not getattr(self, other):
+                raise ValueError(f"`{key}` has a meaning only with `{other}`")
         return self
+
+    @field_validator("binds")
+    @classmethod
+    def _folders(cls, binds: tuple[str, ...]) -> tuple[str, ...]:
+        for bind in binds:
+            if not bind.startswith(("/", "~")) or "," in bind or bind.count(":") > 2:
+                raise ValueError(
+                    f"`{bind}` is not a bind; write for example `/data` or `/scratch:/scratch:ro`"
+                )
+        return binds
 
     @field_validator("env")
     @classmethod

@@ -129,6 +129,7 @@ class ClusterFolder:
         self.script = path / "script.sh"
         self.logs = path / "logs"
         self.events_file = path / "events.jsonl"
+        self.cache = path.parent.parent / "cache"  # shared by all clusters
 
     @property
     def name(self) -> str:
@@ -291,6 +292,7 @@ class Store:
         )
         self.clusters = self.home / "clusters"
         self.ended = self.home / "history"
+        self.cache = self.home / "cache"
 
     def prepare(self) -> None:
         """Makes the folders. Only verbs that start something call it: looking must work on a read-only home."""

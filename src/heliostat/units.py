@@ -62,7 +62,7 @@ def parse_duration(text: str | int | float) -> int:
 
 def parse_walltime(text: str | int | float) -> int:
     """A duration with its unit: `30` is minutes to a scheduler and seconds to a program, so it is nothing here."""
-    if isinstance(text, (int, float)) or re.fullmatch(r"\s*[0-9.]+\s*", text):
+    if not isinstance(text, bool) and re.fullmatch(r"\s*[0-9.]+\s*", str(text)):
         raise ValueError(f"`{text}` could mean minutes or seconds: write `{text}m` or `{text}s`")
     return parse_duration(text)
 

@@ -129,8 +129,15 @@ class Lab:
 
     def ready(self) -> None:
         """Until SLURM has every host."""
+        lost = ["sinfo", "-hN", "-p", "debug", "-t", "down,drain,fail,no_respond", "-o", "%N"]
         idle = ["sinfo", "-hN", "-p", "debug", "-t", "idle,mix,alloc", "-o", "%N"]
-        wait_for("all hosts", lambda: len(set(self.run(*idle).out.split())) == self.hosts)
+
+        def there() -> bool:
+            for host in set(self.run(*lost).out.split()):  # by itself SLURM finds out a minute later
+                self.root("ctl", "scontrol", "update", f"nodename={host}", "state=resume")
+            return len(set(self.run(*idle).out.split())) == self.hosts
+
+        wait_for("all hosts", there)
 
     def queue(self) -> list[str]:
         """Jobs that are not over: `id state name`."""

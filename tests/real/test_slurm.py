@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -159,6 +160,94 @@ def test_a_cluster_that_stays(lab: Lab) -> None:
 
     ok(lab.heliostat("down", "stay"))
     KEPT = set()
+
+
+STAGED = """
+import json, os, socket, sys
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On
+
+def about():
+    return socket.gethostname(), ray.__file__, os.environ.get("VIRTUAL_ENV")
+
+ray.init(logging_level="ERROR")
+remote = ray.remote(num_cpus=0)(about)
+ids = [n["NodeID"] for n in ray.nodes() if n["Alive"]]
+print(json.dumps([about(), *ray.get([remote.options(scheduling_strategy=On(i, soft=False)).remote() for i in ids])]))
+"""
+WATCH = """#!/bin/sh
+# the real one, and a word that it was called and how it ended
+/usr/bin/sbcast "$@"; code=$?
+echo "$code $*" >> ~/sbcast.log
+exit $code
+"""
+
+
+@pytest.mark.parametrize("cast", [True, False], ids=["sbcast", "shared"])
+def test_a_staged_environment(lab: Lab, cast: bool) -> None:
+    """Each host imports Ray from its own disk; the archive comes by sbcast, or is read from the shared home. That no host
+    keeps a copy, `nothing_left` sees."""
+    lab.put("staged.py", STAGED)
+    table = {"venv": sys.prefix, "stage": "local", "setup": ["export PATH=~/bin:$PATH"]}
+    lab.put("staged.yaml", json.dumps({"on": "slurm", "nodes": 2, "environment": table}))
+    log = lab.put("sbcast.log", "")
+    lab.put("bin/sbcast", WATCH if cast else "#!/bin/sh\nexit 1\n").chmod(0o755)
+    words = ["--cpus-per-node", "1", "--time", "10m", "staged.py"]
+    done = ok(lab.heliostat("run", "-f", "staged.yaml", *words))
+    said = json.loads(done.out)  # type: ignore[attr-defined]
+    assert sorted(host for host, _, _ in said[1:]) == ["n1", "n2"]
+    for _, path, venv in said:
+        assert re.fullmatch(r"/tmp/hs-[^/]+/venv", venv) and path.startswith(venv + "/lib/"), path
+    called = log.read_text()
+    assert called.count("\n") == cast and (called.startswith("0 ") if cast else True)  # once, not once a node
+
+
+@pytest.mark.parametrize("moment", ["broadcast", "unpack"])
+def test_a_staged_cluster_that_is_ended_while_it_copies(lab: Lab, moment: str) -> None:
+    """What came to the other hosts goes, also where their agents were never started. Half an archive is no archive."""
+    table = {"venv": sys.prefix, "stage": "local", "setup": ["export PATH=~/bin:$PATH"]}
+    lab.put("staged.yaml", json.dumps({"on": "slurm", "nodes": 2, "environment": table}))
+    marks = {"broadcast": ("sbcast", '/usr/bin/sbcast "$@"'), "unpack": ("tar", "true")}
+    name, first = marks[moment]
+    for program in ("sbcast", "tar"):
+        text = f"#!/bin/sh\n{first}\ntouch ~/there\nsleep 600\n" if program == name else ""
+        lab.put(f"bin/{program}", text or f'#!/bin/sh\nexec /usr/bin/{program} "$@"\n').chmod(0o755)
+    there = lab.home / "there"
+    there.unlink(missing_ok=True)
+    ok(
+        lab.heliostat(
+            "up", "-f", "staged.yaml", "--name", "early", "--cpus-per-node", "1", "--time", "10m", "--no-wait"
+        )
+    )
+    wait_for(f"the {moment}", there.exists)
+    ok(lab.heliostat("down", "early"))
+    lab.run("rm", "-r", "bin")
+
+
+def test_a_container(lab: Lab) -> None:
+    """By a stand-in for apptainer that `setup` brings: the agents call srun outside, Ray and the driver are inside."""
+    standins = Path(__file__).parents[1] / "standins"
+    python = Path(sys.executable).parent
+    lab.put("ray.sif", f"PATH={python}:/usr/bin:/bin\nSEEN={sys.prefix}:{sys.base_prefix}\n")
+    lab.put(
+        "inside.py",
+        HELLO.replace("socket.gethostname()", 'socket.gethostname() + os.environ["APPTAINER_NAME"]'),
+    )
+    words = [
+        "--on",
+        "slurm",
+        "--nodes",
+        "2",
+        "--cpus-per-node",
+        "1",
+        "--time",
+        "10m",
+        "--container",
+        "ray.sif",
+    ]
+    done = lab.heliostat("run", *words, "--setup", f"PATH={standins}:$PATH", "inside.py", env={"CODE": "7"})
+    assert done.rc == 7, done.err
+    assert "hosts ['n1ray.sif', 'n2ray.sif']" in done.out
 
 
 def test_two_users_clusters_on_one_host(lab: Lab) -> None:

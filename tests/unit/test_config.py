@@ -211,7 +211,7 @@ def test_an_unknown_site_is_told_with_those_there_are(file: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "seconds"),
-    [("4:00:00", 14400), ("1:30", 90), ("24:00:00", 86400), ("1-12:00:00", 129600), ("90", 90), ("60m", 3600), ("1.5h", 5400)],
+    [("4:00:00", 14400), ("1:30", 90), ("24:00:00", 86400), ("1-12:00:00", 129600), ("90s", 90), ("60m", 3600), ("1.5h", 5400)],
 )  # fmt: skip
 def test_a_time_is_not_a_number_in_base_60(file: Path, text: str, seconds: int) -> None:
     assert read(file, f"time: {text}").spec.time == seconds

@@ -24,7 +24,7 @@ FLOORS: dict[str, float] = {
     **dict.fromkeys(
         ("config", "script", "ssh", "transport", "store", "rayapi", "relay", "tunnel", "workdir"), 1
     ),
-    "mirror": 1.5,
+    **dict.fromkeys(("mirror", "staging"), 1.5),  # they read and write, and know the store
     "backends": 2,
     "elastic": 2,
     # where order is decided

@@ -133,3 +133,38 @@ def test_the_python_of_the_environment_runs_the_agent(tmp_path: Path) -> None:
     assert agent_script(Environment(), agent, "probe").command == [sys.executable, str(agent), "probe"]
     assert agent_script(Environment(conda="x"), agent, "node").command == ["python3", str(agent), "node"]
     assert agent_script(Environment(venv="~/v"), agent, "node").venv == str(Path("~/v").expanduser())
+
+
+CONDA = """#!/bin/bash
+# as conda does: the hook is a function, which changes the environment of the shell that it runs in
+[ "$*" = "shell.bash hook" ] || exit 1
+cat <<'END'
+conda() { [ "$1" = activate ] && [ -d "$CONDA_ROOT/envs/$2" ] && export PATH="$CONDA_ROOT/envs/$2/bin:$PATH"; }
+END
+"""
+
+
+@pytest.mark.parametrize("known_by", ["PATH", "CONDA_EXE"])
+def test_conda_is_activated_in_a_shell_that_does_not_know_it(tmp_path: Path, known_by: str) -> None:
+    """A batch shell reads no ~/.bashrc: `conda activate` works only after the hook."""
+    python = tmp_path / "envs" / "my env" / "bin" / "python3"
+    conda = tmp_path / "bin" / "conda"
+    for path, text in ((python, '#!/bin/bash\necho "this python: $*"; cat\n'), (conda, CONDA)):
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+        path.chmod(0o700)
+    env = {"CONDA_ROOT": str(tmp_path), "PATH": "/usr/bin:/bin"}
+    env.update(
+        {"CONDA_EXE": str(conda)} if known_by == "CONDA_EXE" else {"PATH": f"{conda.parent}:/usr/bin:/bin"}
+    )
+    script = tmp_path / "script.sh"
+    script.write_text(agent_script(Environment(conda="my env"), Path("/a.pyz"), "node").render())
+    done = bash("the config", str(script), env=env)
+    assert done.stdout == "this python: /a.pyz node\nthe config", done.stderr
+    script.write_text(agent_script(Environment(conda="none"), Path("/a.pyz"), "node").render())
+    assert bash("", str(script), env=env).returncode == 1
+
+
+def test_with_a_container_the_hosts_python_runs_the_agent(tmp_path: Path) -> None:
+    script = agent_script(Environment(container="x.sif", setup=("module load apptainer",)), tmp_path, "node")
+    assert script.command[0] == sys.executable and script.setup == ("module load apptainer",)

@@ -412,6 +412,14 @@ def test_the_agents_config_names_every_node_once() -> None:
     assert agents(1)["others"] is None, "there is nobody to start"
 
 
+def test_an_archive_is_broadcast_only_where_there_is_one_and_somebody_to_have_it(tmp_path: Path) -> None:
+    staged = {"environment": {"venv": str(tmp_path), "stage": "local"}}
+    said = agents(3, **staged)["broadcast"]
+    assert said["copy"] == ["sbcast"] and said["remove"][0] == "srun" and said["remove"][-2:] == ["rm", "-f"]
+    assert {"--nodes=3", "--ntasks=3", "--overlap"} <= set(said["remove"])
+    assert "broadcast" not in agents(1, **staged) and "broadcast" not in agents(3)
+
+
 @pytest.mark.parametrize(
     "part", ["a b", 'say "hi"', "it's", "100%", "%j", "#x", "back\\slash", "é日本🙂", "tab\there"]
 )

@@ -321,7 +321,9 @@ CASES: dict[str, Case] = {
     "bad-labels": case("up --dry-run --labels nonsense"),
     "bad-label": case("up --dry-run --labels ray.io/x=1"),
     "two-environments": case("up --dry-run --venv a --conda b"),
-    "container-on-local": case("up --dry-run --container x.sif"),
+    "container-without-image": case("up --dry-run --container x.sif"),
+    "stage-without-venv": case("up --dry-run", with_file("environment: {stage: local}\n")),
+    "binds-without-container": case("up --dry-run", with_file("environment: {binds: [/data]}\n")),
     "requirements-without-venv": case("up", with_file("environment: {requirements: r.txt}\n")),
     # files
     "file-missing": case("up --dry-run none.yaml"),

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 import time
 from typing import Any, Callable, Dict, Optional
 
 from . import files, processes
-from .raynode import client_environment
+from .runtime import Own
 
 Json = Dict[str, Any]
 
@@ -18,9 +17,9 @@ Json = Dict[str, Any]
 class Command:
     """`job` is what others see of it; `changed` is called when that changed."""
 
-    def __init__(self, config: Json, temp: str, changed: Callable[[], None]) -> None:
-        self.config, self.temp, self.changed = config, temp, changed
-        self.words: Json = config["command"]
+    def __init__(self, runtime: Own, changed: Callable[[], None]) -> None:
+        self.runtime, self.config, self.changed = runtime, runtime.config, changed
+        self.words: Json = self.config["command"]
         self.process: Optional[asyncio.subprocess.Process] = None
         self.job: Json = {"id": self.words.get("id", "run"), "status": "PENDING", "entrypoint": self.words["text"],
                           "started": None, "ended": None, "exit_code": None}  # fmt: skip
@@ -33,13 +32,14 @@ class Command:
         """Runs it to its end; its exit code as a shell would tell it."""
         argv = list(self.words["argv"])
         if argv[0] in ("python", "python3"):
-            argv[0] = sys.executable  # a system may have only one of the two names
+            argv[0] = self.runtime.python  # a system may have only one of the two names
         env = {k: v for k, v in os.environ.items() if k != "RAY_AUTH_TOKEN"}
         env.update(self.config.get("env") or {})
-        env.update(client_environment(self.config, self.temp))
+        env.update(self.runtime.client_environment())
         env.update(RAY_ADDRESS=address, PYTHONUNBUFFERED="1")
         if self.words.get("package") and not os.path.isdir(self.words["cwd"]):
             files.unzip(self.words["package"], self.words["cwd"])
+        argv, env = self.runtime.wrap(argv, env, self.words["cwd"])
         self.job.update(status="RUNNING", started=time.time())
         by_hand = self.config.get("standalone")  # then the job's own log is where a person looks
         base = os.path.join(self.config["folder"], "logs", self.job["id"])
@@ -83,7 +83,10 @@ class Command:
 
     def send(self, number: int) -> None:
         try:
-            if self.process:
+            if self.process and self.config.get("container") and number != signal.SIGKILL:
+                # apptainer passes it on to the command; in its group there may be the process that mounts the image
+                self.process.send_signal(number)
+            elif self.process:
                 os.killpg(self.process.pid, number)
         except (ProcessLookupError, PermissionError):
             pass

@@ -6,7 +6,6 @@ import asyncio
 import datetime
 import json
 import os
-import sys
 import time
 from typing import Any, Dict, List, Optional
 
@@ -14,10 +13,11 @@ from . import files, hub, ports
 from .command import Command
 from .idle import IdleClock, activity, last_jobs
 from .node import Json, Node, mine
-from .raynode import client_environment, join
+from .raynode import join
 
 WARN_S = 15 * 60
 SPEAK_S = 90.0  # a step of a thousand nodes takes a while to start; after that a silent one is lost
+CLEAN_S = 10.0  # for the other nodes of our job to remove what they have on their disks
 # never the head: Ray would end it while its GCS lives on
 DRAIN = """
 import json, sys
@@ -37,7 +37,7 @@ class Head(Node):
         super().__init__(config, temp)
         self.hub: Optional[hub.Hub] = None
         self.nodes: Dict[str, Json] = {}
-        self.work = Command(config, temp, self.flush) if mine(config) else None
+        self.work = Command(self.runtime, self.flush) if mine(config) else None
         self.enough = asyncio.Event()
         self.started = self.looked = time.time()
         self.began = time.monotonic()
@@ -303,10 +303,12 @@ class Head(Node):
         assert self.block
         request = {"address": join(self.ip, self.block.ports["gcs"]), "reason": reason, "but": self.guests_at_work(),
                    "deadline_ms": int((time.time() + seconds) * 1000)}  # fmt: skip
-        env = {**os.environ, **client_environment(self.config, self.temp)}
+        argv, env = self.runtime.wrap(
+            [self.runtime.python, "-c", DRAIN], {**os.environ, **self.runtime.client_environment()}
+        )
         with open(os.path.join(self.logs, "drain.log"), "ab") as log:
             child = await asyncio.create_subprocess_exec(
-                sys.executable, "-c", DRAIN, stdin=asyncio.subprocess.PIPE, stdout=log, stderr=log, env=env
+                *argv, stdin=asyncio.subprocess.PIPE, stdout=log, stderr=log, env=env, cwd="/"
             )
             await child.communicate(json.dumps(request).encode())
 
@@ -339,6 +341,8 @@ class Head(Node):
                 pass
         self.last_words()  # once more: on a full disk there is room for it only now
         self.flush()
+        if self.step and self.hub:  # the job ends with us, and what it ends hard cannot clean up
+            await asyncio.wait([self.step], timeout=CLEAN_S)
         return answer
 
     def exit_code(self) -> int:

@@ -7,21 +7,17 @@ import errno
 import os
 import signal
 import socket
-import sys
 import time
 from typing import Any, Callable, Dict, List, Optional
 
-from . import files, hub, ports, probe, processes
+from . import files, hub, ports, probe, processes, runtime
 from .command import Command
 from .raynode import IN_USE, PortTaken, RayNode, join
+from .runtime import Refused
 
 Json = Dict[str, Any]
 OLDEST_WITH_TOKENS = (2, 52)
 LEAST_STORE = 80 << 20  # Ray refuses a smaller object store
-
-
-class Refused(Exception):
-    """This node cannot be started, and another try would end the same way."""
 
 
 def version_tuple(version: str) -> tuple[int, ...]:
@@ -51,6 +47,7 @@ class Node:
         self.step: Optional[asyncio.Future[None]] = None
         self.background: List[asyncio.Future[None]] = []  # the loop itself keeps no hold of its tasks
         self.secret = self._secret()
+        self.runtime = runtime.make(config, temp)
 
     def _secret(self) -> str:
         if self.config["auth"] != "token":
@@ -103,15 +100,29 @@ class Node:
 
     # -- starting Ray
 
-    def check_ray(self) -> None:
-        version, wanted = probe.ray_version(), self.config.get("ray")
+    async def start(self) -> None:
+        """The environment comes here, the other nodes of our job are started, and Ray."""
+        early = bool(self.config.get("stage"))  # copying it takes long, and the others have to do that too
+        if early and self.others:
+            await self.runtime.share()
+            self.start_step()
+        await self.runtime.prepare()
+        await self.check_ray()
+        self.size()
+        if not self.step:
+            self.start_step()
+        await self.start_ray()
+
+    async def check_ray(self) -> None:
+        found, wanted = await self.runtime.versions(), self.config.get("ray")
+        version: Optional[str] = found["ray"]
         if version is None:
-            raise Refused("no Ray in the environment of %s" % sys.executable)
+            raise Refused("no Ray in %s" % self.runtime.place)
         if wanted and version != wanted:
             raise Refused("Ray %s is installed, %s is asked for" % (version, wanted))
         if self.config["auth"] == "token" and version_tuple(version) < OLDEST_WITH_TOKENS:
             raise Refused("Ray %s has no authentication (2.52 is the first that does)" % version)
-        self.info.update(ray=version, python=probe.python_version(), host=socket.gethostname())
+        self.info.update(ray=version, python=found["python"], host=socket.gethostname())
 
     def name_interface(self) -> None:
         """Whoever names a network means it for NCCL and Gloo too; a variable that the person set stays."""
@@ -178,9 +189,7 @@ class Node:
             except ports.NoPorts as error:
                 raise Refused(str(error)) from None
             self.info.update(ip=self.ip, ports=ports.as_json(self.block), resources=self.config["resources"])
-            self.ray = RayNode(
-                self.config, self.ip, self.block, self.temp, os.path.join(self.logs, "ray.log")
-            )
+            self.ray = RayNode(self.runtime, self.ip, self.block, os.path.join(self.logs, "ray.log"))
             try:
                 await self.prepare(self.block)
                 await self.ray.start(head)
@@ -208,6 +217,10 @@ class Node:
     def others(self) -> List[str]:
         """The nodes of our job whose agents we start."""
         return [member["node"] for member in self.config["members"][1:]] if self.config.get("others") else []
+
+    def start_step(self) -> None:
+        if self.config.get("others"):
+            self.step = asyncio.ensure_future(self.start_others())
 
     async def start_others(self) -> None:
         """In a batch job the first node starts the agents of the rest, in one step. They end with the cluster."""
@@ -264,11 +277,7 @@ class Node:
                 self.config["address"].get("interface"), self.config["address"]["default"]
             )
             self.name_interface()
-            self.check_ray()
-            self.size()
-            if self.config.get("others"):
-                self.step = asyncio.ensure_future(self.start_others())
-            if await self.unless_stopped(asyncio.ensure_future(self.start_ray())):
+            if await self.unless_stopped(asyncio.ensure_future(self.start())):
                 self.move("READY")
                 await self.live()
         except (Refused, ValueError) as error:
@@ -283,6 +292,8 @@ class Node:
         if "kill_wait_s" in self.config:
             await asyncio.sleep(0.05)  # a second signal may say how much time there is
         await self.leave()
+        if self.step is None:
+            await self.runtime.unshare()
         if self.ray:
             self.ray.keep_logs(self.logs)
         self.move(end, reason or self.stop_reason)
@@ -307,7 +318,7 @@ class Worker(Node):
     def __init__(self, config: Json, temp: str) -> None:
         super().__init__(config, temp)
         self.there = asyncio.Event()  # the nodes that came with us are alive too
-        self.work = Command(config, temp, self.changed) if mine(config) else None
+        self.work = Command(self.runtime, self.changed) if mine(config) else None
 
     def status(self) -> Json:
         status = super().status()

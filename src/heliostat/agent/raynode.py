@@ -6,12 +6,11 @@ import asyncio
 import json
 import os
 import re
-import shutil
 import signal
-import sys
 from typing import Any, Dict, List, Optional, Tuple
 
 from . import files, ports, processes
+from .runtime import Own
 
 # what is worth keeping of Ray's own logs, and how much of each
 LOGS = re.compile(
@@ -67,10 +66,11 @@ class PortTaken(RuntimeError):
 class RayNode:
     """`ray start --block` as our child, and the raylet below it."""
 
-    def __init__(self, config: Dict[str, Any], ip: str, block: ports.Block, temp: str, log: str) -> None:
-        self.config, self.ip, self.block, self.temp, self.log = config, ip, block, temp, log
+    def __init__(self, runtime: Own, ip: str, block: ports.Block, log: str) -> None:
+        self.runtime, self.ip, self.block, self.log = runtime, ip, block, log
+        self.config, self.temp = runtime.config, runtime.temp
         # one below our private folder: Ray opens its own to everybody (0777), ours stays 0700
-        self.ray_temp = os.path.join(temp, "ray")
+        self.ray_temp = os.path.join(self.temp, "ray")
         self.process: Optional[asyncio.subprocess.Process] = None
         self._log_from = os.path.getsize(log) if os.path.exists(log) else 0  # earlier tries wrote before it
         self.vital: Dict[
@@ -85,7 +85,7 @@ class RayNode:
         """Of `ray start`, and so of every worker."""
         env = {key: value for key, value in os.environ.items() if key not in FOREIGN}
         env.update(self.config.get("env") or {})
-        env.update(client_environment(self.config, self.temp))
+        env.update(self.runtime.client_environment())
         env.update(
             AUTOSCALER_METRIC_PORT=str(self.block.ports["autoscaler_metrics"]),
             DASHBOARD_METRIC_PORT=str(self.block.ports["dashboard_metrics"]),
@@ -94,7 +94,8 @@ class RayNode:
             RAY_enable_autoscaler_v2="1",
             RAY_USAGE_STATS_ENABLED="0",
         )
-        if self.temp.startswith(os.path.join(os.environ.get("TMPDIR") or "/", "")):
+        below = self.temp.startswith(os.path.join(os.environ.get("TMPDIR") or "/", ""))
+        if below or self.config.get("container"):
             # Ray's processes leave folders in /tmp when they are ended; there they go with ours. (Slurm always names one.)
             env["TMPDIR"] = os.path.join(self.temp, "tmp")
             os.makedirs(env["TMPDIR"], mode=0o700, exist_ok=True)
@@ -103,9 +104,8 @@ class RayNode:
     def command(self, head: Optional[Dict[str, Any]]) -> List[str]:
         """argv of `ray start`; `head` is the head to join, None: this is the head."""
         port, want = self.block.ports, self.config["resources"]
-        beside = os.path.join(os.path.dirname(sys.executable), "ray")
-        ray = beside if os.access(beside, os.X_OK) else shutil.which("ray") or "ray"
-        argv = [ray, "start", "--block", "--disable-usage-stats", "--node-ip-address=" + self.ip]
+        argv = [*self.runtime.ray, "start", "--block", "--disable-usage-stats"]
+        argv += ["--node-ip-address=" + self.ip]
         if head is None:
             argv += ["--head", "--port=%d" % port["gcs"], "--ray-client-server-port=%d" % port["client"]]
             argv += ["--dashboard-host=127.0.0.1", "--dashboard-port=%d" % port["dashboard"]]
@@ -141,10 +141,11 @@ class RayNode:
     async def start(self, head: Optional[Dict[str, Any]]) -> None:
         names = ON_EVERY_NODE + (ON_A_HEAD if head is None else ())
         self.services = {self.block.ports[name]: name for name in names}
+        argv, env = self.runtime.wrap(self.command(head), self.environment())
         with open(self.log, "ab") as out:
             self.process = await asyncio.create_subprocess_exec(
-                *self.command(head),
-                env=self.environment(),
+                *argv,
+                env=env,
                 cwd="/",
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=out,
@@ -178,7 +179,7 @@ class RayNode:
                 exited.cancel()
                 raise RuntimeError("Ray did not become alive within %d s: %s" % (seconds, self.last_words()))
         self.check_ports()
-        for pid in processes.children(self.process.pid):
+        for pid in processes.family([self.process.pid]):  # not its children: a container may be in between
             name = os.path.basename(processes.executable(pid))
             if name in ("raylet", "gcs_server"):
                 self.vital[name] = (pid, processes.start_time(pid))
@@ -283,17 +284,6 @@ class RayNode:
                     files.write(os.path.join(folder, name), text)
         except OSError:
             pass  # a full disk must not keep the machines from being given back
-
-
-def client_environment(config: Dict[str, Any], temp: str) -> Dict[str, str]:
-    """What any Ray program on this node needs to be let in. The token is our own copy, beside the sockets: it works
-    when the record's folder is slow, or its token file was removed."""
-    # `python` means the Python that has this Ray, whatever shell we were started from
-    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
-    env = {processes.MARK: config["mark"], "HELIOSTAT_CLUSTER": config["cluster"], "PATH": path}
-    if config["auth"] == "token":
-        return {**env, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": os.path.join(temp, "token")}
-    return {**env, "RAY_AUTH_MODE": "disabled"}
 
 
 def join(ip: str, port: int) -> str:

@@ -53,10 +53,6 @@ class Local:
             raise UsageError(
                 "`hosts` has no meaning on `local`", because="the nodes are all on this computer"
             )
-        if spec.environment.container:
-            raise UsageError(
-                "containers are not built for `local`", hint="use environment.venv or environment.conda"
-            )
         comment = f"heliostat: one node of `{spec.cluster_name}` on this computer; its config comes on standard input"
         script = agent_script(spec.environment, order.agent, "node", comment=comment)
         path = order.folder / "script.sh"

@@ -189,7 +189,7 @@ class Slurm:
         told = {"grace_s": grace, "time_limit_s": limit, "own_clock": False}
         if "kill_wait_s" in order.facts:
             told["kill_wait_s"] = order.facts["kill_wait_s"]
-        order = _with_config(order, told)
+        order = _with_config(order, {**told, **self._broadcast(order)})
         python = agent_script(spec.environment, order.agent, "node", python=order.python).command
         suffix, config = _batch.job_config(order, self._step(order, python), "SLURM_PROCID")
         script = agent_script(
@@ -213,6 +213,16 @@ class Slurm:
             "srun", "--overlap", "--mpi=none", "--relative=1", f"--nodes={rest}", f"--ntasks={rest}", "--ntasks-per-node=1",
             "--cpu-bind=none", "--kill-on-bad-exit=0", "--no-kill", "--wait=0", "--input=all", "--export=ALL", *agent,
         ]  # fmt: skip
+
+    def _broadcast(self, order: Order) -> dict[str, object]:
+        """How one file comes to all nodes of the job, read once and passed on from node to node, and how it goes."""
+        count = len(order.members)
+        if not order.config.get("stage") or count == 1:
+            return {}
+        everywhere = [
+            "srun", "--overlap", "--mpi=none", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1",
+        ]  # fmt: skip
+        return {"broadcast": {"copy": ["sbcast"], "remove": [*everywhere, "rm", "-f"]}}
 
     def _directives(self, order: Order, suffix: str, limit: int | None, grace: int) -> Iterator[str]:
         from heliostat.script import directive
