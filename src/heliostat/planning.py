@@ -114,6 +114,9 @@ def agent_config(
         "ray": spec.environment.ray,
         "env": dict(spec.environment.env),
         "ports": {"window": list(window) if window else None, "offset": spec.network.port_offset},
+        "silent_s": spec.network.patience,
+        "orphan_s": spec.network.patience,
+        "speak_s": 3 * spec.network.patience,
         "min_nodes": spec.min_nodes or len(members(spec)),
         "command": command,
         "idle": {

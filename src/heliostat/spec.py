@@ -138,6 +138,13 @@ class Network(Model):
     )
     ports: str | None = Field(None, description="range that all ports, the workers' too, are taken from")
 
+    patience: Seconds = Field(
+        30,
+        ge=3,
+        le=3600,
+        description="so long without a word, and a node is lost; a worker gives its head up",
+    )
+
     @field_validator("ports")
     @classmethod
     def _range(cls, value: str | None) -> str | None:

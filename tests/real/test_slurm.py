@@ -33,6 +33,7 @@ print("nodes", sorted(n["NodeName"] for n in alive))
 print("hosts", sorted(hosts))
 print("resources", {n["NodeName"]: (n["Resources"].get("CPU"), n["Resources"].get("GPU", 0)) for n in alive})
 print("labels", {n["NodeName"]: n["Labels"].get("kind") for n in alive}, "ips", sorted(n["NodeManagerAddress"] for n in alive))
+print("head job", os.environ.get("RAY_HEAD_JOB_ID"))
 print("nccl", os.environ.get("NCCL_SOCKET_IFNAME"), os.environ.get("GLOO_SOCKET_IFNAME"))
 print("args", sys.argv[1:], "cpus", {n["NodeName"]: n["Resources"].get("CPU") for n in alive})
 print("to stderr", file=sys.stderr)
@@ -148,6 +149,7 @@ def test_a_cluster_that_stays(lab: Lab) -> None:
 
     done = ok(lab.heliostat("join", job_id, "--nodes", "2", "--time=10m", "hello.py", "seed=1"))
     assert "nodes ['head', 'j1-1', 'j1-2', 'w1']" in done.out and "args ['seed=1']" in done.out
+    assert f"head job {job_id}\n" in done.out
     assert [n["name"] for n in json.loads(lab.heliostat("status", "stay", "--json").out)["nodes"]] == [
         "head",
         "w1",

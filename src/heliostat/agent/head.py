@@ -16,7 +16,7 @@ from .node import Json, Node, mine
 from .raynode import join
 
 WARN_S = 15 * 60
-SPEAK_S = 90.0  # a step of a thousand nodes takes a while to start; after that a silent one is lost
+SPEAK_S = 90.0  # a step of many nodes takes a while to start; after that one that never spoke is lost
 CLEAN_S = 10.0  # for the other nodes of our job to remove what they have on their disks
 # never the head: Ray would end it while its GCS lives on
 DRAIN = """
@@ -141,6 +141,7 @@ class Head(Node):
         self.hub = hub.Hub(self.secret, self.heard, self.lost, self.silent_s, block.ports["dashboard"])
         await self.hub.start(self.ip, block.ports["hub"])
         place = {"id": self.config["id"], "ip": self.ip, "gcs": block.ports["gcs"], "hub": block.ports["hub"]}
+        place["job"] = os.environ.get("SLURM_JOB_ID") or os.environ.get("PBS_JOBID")
         files.write_json(self._path("head.json"), place)
 
     def publish(self) -> None:

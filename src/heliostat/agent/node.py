@@ -398,6 +398,8 @@ class Worker(Node):
             except asyncio.TimeoutError:
                 pass
         head = self.find_head() or {}
+        if head.get("job"):
+            work.config["env"] = {**(work.config.get("env") or {}), "RAY_HEAD_JOB_ID": str(head["job"])}
         code = await work.run(join(head["ip"], head["gcs"]))
         self.stop("the command ended with code %d" % code)
 
