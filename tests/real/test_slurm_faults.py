@@ -104,7 +104,7 @@ def becomes(
 def past(lab: Lab) -> dict[str, Any]:
     """How the cluster `lab` ended."""
     found = json.loads(lab.heliostat("ls", "--all", "--json").out)["clusters"]
-    return dict(next(c for c in reversed(found) if c["name"] == "lab"))
+    return dict(max((c for c in found if c["name"] == "lab"), key=lambda c: c["started"]))
 
 
 def pids(lab: Lab, host: str, pattern: str) -> list[str]:
@@ -332,10 +332,10 @@ def test_another_user_reads_nothing(lab: Lab, words: list[str]) -> None:
     up(lab, words)
     folder = lab.home / ".heliostat/clusters/lab"
     for path in ("token", "record.json", "connection.env", "logs", "state.json"):
-        done = lab.run("cat", str(folder / path), user="nobody", host="ctl")
+        done = lab.run("cat", str(folder / path), user="daemon", host="ctl")
         assert done.rc != 0 and "Permission denied" in done.err, path
     temp = json.loads((folder / "nodes/head.json").read_text())["temp"]
-    assert "Permission denied" in lab.run("ls", temp, user="nobody", host="n1").err
+    assert "Permission denied" in lab.run("ls", temp, user="daemon", host="n1").err
     secret = (folder / "token").read_text().strip()
     shown = lab.root("n1", "sh", "-c", "cat /proc/[0-9]*/cmdline | tr '\\0' ' '").out
     assert secret not in shown and secret not in lab.run("scontrol", "show", "job").out
