@@ -8,13 +8,13 @@ VENV := .venv
 STAMP := $(VENV)/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench venv packages clean FORCE
+.PHONY: help demo test lint bench bench-slurm venv packages clean FORCE
 
 help:
 	@echo "make demo    start two Ray nodes on this computer, run examples/hello_ray.py, release them"
 	@echo "make test    run the tests (PYTEST_ARGS=\"tests/unit -q\" for some of them)"
 	@echo "make lint    ruff and mypy"
-	@echo "make bench   run the benchmarks"
+	@echo "make bench   run the benchmarks (make bench-slurm: those on a real Slurm, as root)"
 	@echo "make venv    only make .venv (RAY_VERSION=$(RAY_VERSION))"
 	@echo "make clean   remove .venv and caches"
 
@@ -31,6 +31,9 @@ lint: $(STAMP)
 
 bench: $(STAMP)
 	$(VENV)/bin/python -m benchmarks
+
+bench-slurm: $(STAMP) packages
+	$(VENV)/bin/python -m benchmarks --only slurm
 
 venv: $(STAMP)
 

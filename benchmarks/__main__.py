@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import batch, commands, events, machine, memory, release, slurm, start, table
+from benchmarks import batch, commands, events, machine, memory, release, scale, slurm, start, table
 from benchmarks.figures import CannotMeasure, Figure, Turns
 from benchmarks.lab import HELIOSTAT, RAY, Lab
 from benchmarks.processes import adopt_orphans
@@ -42,6 +42,7 @@ MEASURES = {
     "up": Measure(start.up, 7, 3, False),
     "release": Measure(release.release, 7, 3, False),
     "events": Measure(events.events, 1, 1, False),
+    "scale": Measure(scale.scale, 3, 1, False),
     "slurm": Measure(slurm.slurm, 3, 1, False, named=True),
 }
 NODES, QUICK_NODES = (2, 4, 8), (2,)
