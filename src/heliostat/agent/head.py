@@ -36,6 +36,7 @@ class Head(Node):
         super().__init__(config, temp)
         self.hub: Optional[hub.Hub] = None
         self.nodes: Dict[str, Json] = {}
+        self.alive = 0  # how many of them are READY: counted as they move, for each beat of each node comes by here
         self.work = Command(config, temp, self.flush) if mine(config) else None
         self.enough = asyncio.Event()
         self.started = self.looked = time.time()
@@ -61,7 +62,8 @@ class Head(Node):
         if any(old.get(key) != status.get(key) for key in ("state", "reason", "job")):
             self.note({"node": node, "state": status.get("state"), "reason": status.get("reason")})
             self.flush_soon()
-        if sum(n.get("state") == "READY" for n in self.nodes.values()) >= self.config["min_nodes"]:
+        self.alive += (status.get("state") == "READY") - (old.get("state") == "READY")
+        if self.alive >= self.config["min_nodes"]:
             self.enough.set()
 
     def heard(self, node: str, message: Json) -> Json:
