@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -46,3 +47,16 @@ def test_the_count_is_the_table_whatever_moves(tmp_path: Path) -> None:
             assert head.alive == sum(node["state"] == "READY" for node in head.nodes.values())
 
     asyncio.run(story())
+
+
+def test_the_state_file_is_one_line(tmp_path: Path) -> None:
+    """Indenting takes Python's own encoder: ten times as long, in the loop that answers every node."""
+
+    async def story() -> None:
+        head = Head(config(tmp_path), str(tmp_path))
+        head.learn("w1", {"state": "READY"})
+        head.flush()
+
+    asyncio.run(story())
+    (line,) = (tmp_path / "state.json").read_text().splitlines()
+    assert json.loads(line)["nodes"] == {"w1": {"state": "READY"}}

@@ -36,7 +36,9 @@ class Head(Node):
         super().__init__(config, temp)
         self.hub: Optional[hub.Hub] = None
         self.nodes: Dict[str, Json] = {}
-        self.alive = 0  # how many of them are READY: counted as they move, for each beat of each node comes by here
+        self.alive = (
+            0  # how many of them are READY: counted as they move, for each beat of each node comes by here
+        )
         self.work = Command(config, temp, self.flush) if mine(config) else None
         self.enough = asyncio.Event()
         self.started = self.looked = time.time()
@@ -100,7 +102,9 @@ class Head(Node):
         job = self.work.job if self.work else None
         state = {"schema": 1, "nodes": self.nodes, "job": job, "started": self.started}
         try:
-            files.write_json(self._path("state.json"), {**state, "jobs": self.jobs, "ended": self.ended})
+            # on one line: indenting takes Python's slow encoder, and this is written while everybody calls
+            text = json.dumps({**state, "jobs": self.jobs, "ended": self.ended})
+            files.write(self._path("state.json"), text + "\n")
         except OSError:
             pass  # a full disk must not end a running cluster; the next change tries again
 
