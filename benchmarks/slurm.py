@@ -310,26 +310,34 @@ class Watcher:
 
 
 def phases(past: Path, times: Times, worked: float) -> str:
-    """Where our start spent its time, by the log of the head's agent."""
-    ready: dict[str, float] = {}
-    first: dict[str, float] = {}
+    """Where our job spent its time, by the log of the head's agent."""
+    first: dict[tuple[bool, str], float] = {}  # (the head?, state): when the first, or the last, came to it
+    last: dict[tuple[bool, str], float] = {}
     for line in (past / "logs" / "head" / "agent.jsonl").read_text().splitlines():
         event = json.loads(line)
         if event.get("node"):
-            first.setdefault(event["node"], event["at"])
-            if event.get("state") == "READY":
-                ready.setdefault(event["node"], event["at"])
-    workers = [at for node, at in ready.items() if node != "head"]
-    joined = [at for node, at in first.items() if node != "head"]
-    moments = {
-        "agents of all workers met the head's": max(joined, default=None),
-        "head ready": ready.get("head"),
-        "last worker ready": max(workers, default=None),
+            key = (event["node"] == "head", str(event.get("state")))
+            first.setdefault(key, event["at"])
+            last[key] = event["at"]
+    start = {
+        "agents of all workers met the head's": last.get((False, "STARTING")),
+        "head ready": first.get((True, "READY")),
+        "last worker ready": last.get((False, "READY")),
         "node table whole": times.alive,
         "script's first line": worked,
     }
-    said = [f"{what} {at - times.begun:.1f} s" for what, at in moments.items() if at is not None]
-    return "ours, the last run, after the batch start: " + ", ".join(said)
+    end = {
+        "agent knows": first.get((True, "STOPPING")),
+        "workers told": first.get((False, "STOPPING")),
+        "last worker gone": last.get((False, "GONE")),
+        "head gone": last.get((True, "GONE")),
+        "job gone": times.gone,
+    }
+    said = [
+        ", ".join(f"{what} {at - since:.1f} s" for what, at in moments.items() if at is not None)
+        for moments, since in ((start, times.begun), (end, times.ended))
+    ]
+    return f"ours, the last run, after the batch start: {said[0]}; after the script's end: {said[1]}"
 
 
 def _json(path: Path) -> dict[str, Any]:
