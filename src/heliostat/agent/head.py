@@ -17,6 +17,7 @@ from .node import Json, Node, mine
 from .raynode import client_environment, join
 
 WARN_S = 15 * 60
+STEP_S = 5.0  # for the step of the other nodes to end by itself, once their agents have hung up
 # never the head: Ray would end it while its GCS lives on
 DRAIN = """
 import json, sys
@@ -295,6 +296,10 @@ class Head(Node):
             await self.ray.end()
         if self.hub:
             await self.hub.close(15)
+        if (
+            self.step
+        ):  # its end is the end of their cleaning up; one that we cut short takes Slurm seconds to cancel
+            await asyncio.wait([self.step], timeout=STEP_S)
 
     async def run(self) -> Json:
         self.flush_soon()
