@@ -66,7 +66,7 @@ def _let_go(life: Lifecycle, folder: ClusterFolder, record: Record, names: Seque
         backends.load(record.site).cancel(whole, life.host)
     deadline = time.monotonic() + LEAVE_S
     while True:
-        view = life.look(folder, patient=True)
+        view = life.look(folder)
         left = [n for n in names if n in view.record.nodes and view.record.nodes[n].state not in TERMINAL]
         if not left:
             break
@@ -123,7 +123,7 @@ def _guest(member: Member, name: str) -> Member:
 def settle_join(life: Lifecycle, folder: ClusterFolder, guest: str) -> View:
     """Until the nodes of this join are alive, or their command has begun."""
     while True:
-        view = life.look(folder, patient=True)
+        view = life.look(folder)
         nodes = [n for n in view.record.nodes.values() if n.guest == guest]
         job = job_of(view, guest)
         if job.get("started") or (nodes and all(n.state is N.READY for n in nodes)):

@@ -194,7 +194,7 @@ class Jobs:
             if time.monotonic() - looked > 1:
                 looked = time.monotonic()
                 try:
-                    view = self.life.look(folder, patient=True)
+                    view = self.life.look(folder)
                 except NotFoundError:  # somebody has put it into the history: all of it is there
                     folder = self.life.store.last_past(folder.name) or folder
                     tail.paths = tail.places(folder)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from heliostat import backends
-from heliostat.backends.base import Backend, Handle, Observation, Order, Plan
+from heliostat.backends.base import Handle, Observation, Order, Plan
 from heliostat.errors import (
     DeadlineError,
     DiskError,
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from heliostat.spec import ClusterSpec
 
 POLL_S = 0.1
-SELDOM_S = 10.0  # the longest that a scheduler is not asked, however long somebody waits for it
 UP_S = 600.0  # how long `up` waits for a machine that has started; a queue is waited for without end
 N = NodeState
 
@@ -122,19 +121,13 @@ class Lifecycle:
         self.store = store or Store()
         self.emit = emit
         self.host: Transport = host or Local()
-        self._last: tuple[float, object, dict[str, Observation]] = (
-            0.0,
-            None,
-            {},
-        )  # when, of what, the answer
 
     # -- looking
 
-    def look(self, folder: ClusterFolder, *, record: Record | None = None, patient: bool = False) -> View:
+    def look(self, folder: ClusterFolder, *, record: Record | None = None) -> View:
         """The cluster as it is now; every move is told, and written where we may write.
 
-        record: what we know better than the disk, which could not take it. patient: we look again and again, so a
-        scheduler's last answer will do for a while, unless the head's agent has said something new."""
+        record: what we know better than the disk, which could not take it."""
         save = record is None
         record = record or folder.record()
         backend = backends.load(record.site)
@@ -144,7 +137,7 @@ class Lifecycle:
             for h in handles
             if any(record.nodes[n].state not in TERMINAL for n in h.nodes if n in record.nodes)
         ]
-        seen = self._observe(backend, open_handles, folder, record, patient) if open_handles else {}
+        seen = backend.observe(open_handles, self.host) if open_handles else {}
         live = folder.state()
         moves = []
         shared = {h.native_id for h in handles if len(h.nodes) > 1}
@@ -164,19 +157,6 @@ class Lifecycle:
         if moves and save:
             self._write_moves(folder, record, moves)
         return View(folder, record, live)
-
-    def _observe(
-        self, backend: Backend, handles: list[Handle], folder: ClusterFolder, record: Record, patient: bool
-    ) -> dict[str, Observation]:
-        if not (patient and backend.asked_every_s):
-            return backend.observe(handles, self.host)
-        what = (folder.path, [handle.native_id for handle in handles], folder.state())
-        at, before, seen = self._last
-        every = max(backend.asked_every_s, min(SELDOM_S, (time.time() - record.created) / 10))
-        if what != before or time.monotonic() - at >= every:
-            seen = backend.observe(handles, self.host)
-            self._last = (time.monotonic(), what, seen)
-        return seen
 
     def _judge_one(
         self,
@@ -442,7 +422,7 @@ class Lifecycle:
         need = None
         while True:
             try:
-                view = self.look(folder, patient=True)
+                view = self.look(folder)
             except NotFoundError:
                 past = self.store.last_past(folder.name)
                 if past is None:
@@ -625,15 +605,14 @@ class Lifecycle:
     def release(self, folder: ClusterFolder) -> None:
         """The work is done and the agents end by themselves: wait for that, and see that nothing is left."""
         self.emit(Event("note", f"releasing `{folder.name}`"))
-        deadline, pause = time.monotonic() + 30, 0.05
+        deadline = time.monotonic() + 30
         try:
             while time.monotonic() < deadline:
                 view = self.look(folder)
                 if view.record.is_over():
                     self._archive(view)
                     return
-                time.sleep(pause)
-                pause = min(1.0, pause * 1.3)
+                time.sleep(0.05)
             self._end(folder, "released")
         except NotFoundError:
             return  # whoever looked first has put it into the history

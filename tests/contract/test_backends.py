@@ -95,7 +95,6 @@ def test_what_a_backend_says_of_itself(world: World) -> None:
     backend = backends.load(world.site)
     assert backend.name == world.site
     assert isinstance(backend.starts_ray, bool) and isinstance(backend.shares_files, bool)
-    assert 0 <= backend.asked_every_s <= lifecycle.SELDOM_S
     assert getattr(backend.Options, "__dataclass_params__").frozen  # noqa: B009
     planning.site_table(world.site).json_schema()
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
-from heliostat import backends
-from heliostat.backends.base import Handle, Observation
-from heliostat.lifecycle import Lifecycle, _advice, judge, needs_words
+from heliostat.backends.base import Observation
+from heliostat.lifecycle import _advice, judge, needs_words
 from heliostat.states import NodeState as N
 from heliostat.states import check_move
-from heliostat.store import NodeRecord, Record, Store
+from heliostat.store import NodeRecord, Record
 
 NOTHING: dict[str, Any] = {}
 
@@ -112,33 +109,3 @@ def test_words_that_are_not_whole(junk: dict[str, Any]) -> None:
 def test_advice(reason: str, hint: str) -> None:
     record = Record("lab", "1", "local", "up", 0.0, {})
     assert _advice(reason, record).startswith(hint)
-
-
-class Asked:
-    """A site that counts how often it is asked."""
-
-    def __init__(self, every_s: float) -> None:
-        self.asked_every_s, self.times = every_s, 0
-
-    def observe(self, handles: Sequence[Handle], host: object) -> dict[str, Observation]:
-        self.times += 1
-        return {handle.native_id: Observation(N.QUEUED, "Priority") for handle in handles}
-
-
-@pytest.mark.parametrize(("every_s", "patient", "asked"), [(60, True, 2), (60, False, 6), (0, True, 6)])
-def test_who_waits_asks_a_scheduler_seldom_but_at_once_when_the_head_speaks(
-    every_s: float, patient: bool, asked: int, store: Store, make_record: Callable[..., Record],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    site = Asked(every_s)
-    monkeypatch.setattr(backends, "load", lambda name: site)
-    record = make_record(handles=[Handle("7", ("head", "w1")).to_json()])
-    for node in record.nodes.values():
-        node.handle = "7"
-    folder, life = store.create(record, {"events.jsonl": ""}), Lifecycle(store)
-    for _ in range(3):
-        assert life.look(folder, patient=patient).record.nodes["w1"].state is N.QUEUED
-    (folder.path / "state.json").write_text(json.dumps({"nodes": {"head": said("STARTING")}}))
-    for _ in range(3):
-        life.look(folder, patient=patient)
-    assert site.times == asked

@@ -97,7 +97,6 @@ class Backend(Protocol):
     Options: ClassVar[type]  # a frozen dataclass: the site's own table of the file
     starts_ray: ClassVar[bool]  # True: our agent runs `ray start`; False: the platform does
     shares_files: ClassVar[bool]  # True: the head sees the caller's folders under the same paths
-    asked_every_s: ClassVar[float]  # who waits asks the site no more often; 0: asking costs nothing
     takes_options: ClassVar[bool]  # True: there is a scheduler whose own options a person may give
 
     def checks(self, spec: ClusterSpec | None, host: Transport) -> list[Check]:

@@ -31,7 +31,6 @@ class Local:
     Options: ClassVar[type] = Options
     starts_ray: ClassVar[bool] = True
     shares_files: ClassVar[bool] = True
-    asked_every_s: ClassVar[float] = 0.0
     takes_options: ClassVar[bool] = False
 
     def checks(self, spec: ClusterSpec | None, host: Transport) -> list[Check]:

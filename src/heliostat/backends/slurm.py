@@ -123,7 +123,6 @@ class Slurm:
     Options: ClassVar[type] = Options
     starts_ray: ClassVar[bool] = True
     shares_files: ClassVar[bool] = True
-    asked_every_s: ClassVar[float] = 2.0
     takes_options: ClassVar[bool] = True
 
     def checks(self, spec: ClusterSpec | None, host: Transport) -> list[Check]:
