@@ -8,14 +8,14 @@ VENV := .venv
 STAMP := $(VENV)/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lab lab-down lint bench venv packages clean FORCE
+.PHONY: help demo test lab lab-down lint bench bench-slurm venv packages clean FORCE
 
 help:
 	@echo "make demo    start two Ray nodes on this computer, run examples/hello_ray.py, release them"
 	@echo "make test    run the tests (PYTEST_ARGS=\"tests/unit -q\" for some of them)"
 	@echo "make lab     a real Slurm of three hosts on this computer, to play in (root); make lab-down ends it"
 	@echo "make lint    ruff and mypy"
-	@echo "make bench   run the benchmarks"
+	@echo "make bench   run the benchmarks (make bench-slurm: those on a real Slurm, as root)"
 	@echo "make venv    only make .venv (RAY_VERSION=$(RAY_VERSION))"
 	@echo "make clean   remove .venv and caches"
 
@@ -41,6 +41,9 @@ lab-down:
 
 bench: $(STAMP)
 	$(VENV)/bin/python -m benchmarks
+
+bench-slurm: $(STAMP) packages
+	$(VENV)/bin/python -m benchmarks --only slurm
 
 venv: $(STAMP)
 

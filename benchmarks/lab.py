@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,7 +70,11 @@ class Program:
 class Lab:
     """Makes everything under one folder of /tmp, and removes it."""
 
-    def __init__(self) -> None:
+    def __init__(self, nodes: Sequence[int] = (2,), beside: Sequence[str] = ()) -> None:
+        self.nodes, self.beside = (
+            nodes,
+            beside,
+        )  # for the measures of whole clusters: of what size, beside what
         self.path = Path(tempfile.mkdtemp(prefix="hb-", dir="/tmp"))
         self.home = self.path / "home"
         for name in ("t", "logs", "user"):

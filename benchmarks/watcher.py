@@ -1,4 +1,5 @@
-"""Run as a process: imports Ray, then for each port on standard input says when that head has an alive node."""
+"""Run as a process: imports Ray, then for each `PORT [HOST [NODES]]` on standard input says when that head has so many
+alive nodes, in both clocks: `alive MONOTONIC TIME`."""
 
 from __future__ import annotations
 
@@ -7,13 +8,13 @@ import sys
 import time
 
 POLL_S = 0.1
-SECONDS = 180.0
+SECONDS = 300.0
 ALIVE = 0
 
 
-def answers(port: int) -> bool:
+def answers(host: str, port: int) -> bool:
     try:
-        socket.create_connection(("127.0.0.1", port), timeout=1).close()
+        socket.create_connection((host, port), timeout=1).close()
     except OSError:
         return False
     return True
@@ -24,15 +25,19 @@ def main() -> None:
 
     print("imported", flush=True)
     for line in sys.stdin:
-        port, deadline, said = int(line), time.monotonic() + SECONDS, "nothing listens"
+        words = line.split()
+        port, host = int(words[0]), words[1] if len(words) > 1 else "127.0.0.1"
+        nodes = int(words[2]) if len(words) > 2 else 1
+        deadline, said = time.monotonic() + SECONDS, "nothing listens"
         while time.monotonic() < deadline:
-            if answers(port):  # a client of nobody blocks for minutes
+            if answers(host, port):  # a client of nobody blocks for minutes
                 try:
-                    nodes = GcsClient(address=f"127.0.0.1:{port}").get_all_node_info(timeout=2).values()
-                    if any(node.state == ALIVE for node in nodes):
-                        print(f"alive {time.monotonic()}", flush=True)
+                    known = GcsClient(address=f"{host}:{port}").get_all_node_info(timeout=2).values()
+                    alive = sum(node.state == ALIVE for node in known)
+                    if alive >= nodes:
+                        print(f"alive {time.monotonic()} {time.time()}", flush=True)
                         break
-                    said = "no node is alive"
+                    said = f"{alive} of {nodes} nodes alive"
                 except Exception as error:  # the head is not ready: it may say so in many ways
                     said = " ".join(str(error).split())[:200]
             time.sleep(POLL_S)

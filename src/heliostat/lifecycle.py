@@ -119,6 +119,15 @@ def judge(
     return state, reason, since
 
 
+def needs_words(node: NodeRecord, seen: Observation, live: dict[str, Any]) -> bool:
+    """Whether the node's own words can change what `judge` says: a file each is dear on a shared disk."""
+    if seen.state in (N.QUEUED, N.UNKNOWN):
+        return False
+    same = int(live.get("launch") or 0) == node.launch
+    state = N.__members__.get(str(live.get("state"))) if same else None
+    return seen.state is not N.ALLOCATED or state in (None, *TERMINAL)
+
+
 class Lifecycle:
     def __init__(
         self, store: Store | None = None, emit: Emit = lambda event: None, host: Transport | None = None
@@ -215,8 +224,9 @@ class Lifecycle:
         live = folder.state()
         seen = self._observe(backend, folder, record, open_handles, live)
         moves = []
+        shared = {h.native_id for h in handles if len(h.nodes) > 1}
         for node in record.nodes.values():
-            move = self._judge_one(folder, record, node, seen, live)
+            move = self._judge_one(folder, record, node, seen, live, node.handle not in shared)
             if move:
                 moves.append(move)
         self._forget_guests(record)
@@ -277,6 +287,7 @@ class Lifecycle:
         node: NodeRecord,
         seen: dict[str, Observation],
         live: dict[str, Any],
+        alone: bool,
     ) -> dict[str, Any] | None:
         if node.state in TERMINAL or node.handle is None:
             return None
@@ -286,8 +297,7 @@ class Lifecycle:
             {} if live.get("ended") else live.get("nodes") or {}
         )  # a head that is gone knows nothing any more
         told = table.get(node.name) or {}
-        words = folder.last_words(node.name)
-        alone = not any(h["native_id"] == node.handle and len(h["nodes"]) > 1 for h in record.handles)
+        words = folder.last_words(node.name) if needs_words(node, observation, told) else {}
         state, reason, since = judge(node, observation, told, words, wanted, alone)
         if state is N.FAILED and not words:  # what failed came before our agent
             # a batch job's own log is named by its id

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import resource
 from collections.abc import Callable
 from typing import Any
 
@@ -279,3 +280,21 @@ def test_two_hundred_links() -> None:
         assert head.lost == []
 
     run(story)
+
+
+def test_more_links_than_files_may_usually_be_open() -> None:
+    """Both ends are here: two files a link."""
+
+    async def story() -> None:
+        head = Head()
+        place = await head.start()
+        for number in range(200):
+            Worker(place, f"w{number}")
+        await until(lambda: len({name for name, _ in head.heard}) == 200, "all speak")
+
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+    try:
+        run(story)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

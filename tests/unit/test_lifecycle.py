@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from heliostat.backends.base import Observation
-from heliostat.lifecycle import _advice, judge
+from heliostat.lifecycle import _advice, judge, needs_words
 from heliostat.states import NodeState as N
 from heliostat.states import check_move
 from heliostat.store import NodeRecord, Record
@@ -26,6 +26,8 @@ def verdict(
 ) -> tuple[N, str]:  # fmt: skip
     node = NodeRecord("w1", "worker", state=now, launch=launch)
     state, reason, since = judge(node, Observation(seen, why), live, words, wanted)
+    if not needs_words(node, Observation(seen, why), live):
+        assert judge(node, Observation(seen, why), live, {}, wanted)[:2] == (state, reason)
     assert 0 < since <= time.time()
     if state is not now:
         check_move(now, state)  # whatever the witnesses say, it is a move that there is
@@ -67,6 +69,16 @@ CASES = {
     "a new one": (verdict(RUNS, said("READY", launch=2), said("FAILED", "old"), launch=2), (N.READY, "")),
     "gone again": (verdict(N.GONE, said("FAILED", "old"), said("GONE", "old"), launch=2), (N.FAILED, "its agent is gone")),
 }  # fmt: skip
+
+
+def test_words_are_not_read_where_the_head_or_the_queue_knows() -> None:
+    node = NodeRecord("w1", "worker", launch=1)
+    assert not needs_words(node, Observation(N.QUEUED), {})
+    assert not needs_words(node, Observation(RUNS), said("READY"))
+    assert needs_words(node, Observation(RUNS), said("READY", launch=2))
+    assert needs_words(node, Observation(RUNS), said("GONE"))
+    assert needs_words(node, Observation(RUNS), {})
+    assert needs_words(node, Observation(N.GONE), said("READY"))
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -37,6 +37,9 @@ class Head(Node):
         super().__init__(config, temp)
         self.hub: Optional[hub.Hub] = None
         self.nodes: Dict[str, Json] = {}
+        self.alive = (
+            0  # how many of them are READY: counted as they move, for each beat of each node comes by here
+        )
         self.work = Command(self.runtime, self.flush) if mine(config) else None
         self.enough = asyncio.Event()
         self.started = self.looked = time.time()
@@ -63,7 +66,8 @@ class Head(Node):
         if any(old.get(key) != status.get(key) for key in ("state", "reason", "job")):
             self.note({"node": node, "state": status.get("state"), "reason": status.get("reason")})
             self.flush_soon()
-        if sum(n.get("state") == "READY" for n in self.nodes.values()) >= self.config["min_nodes"]:
+        self.alive += (status.get("state") == "READY") - (old.get("state") == "READY")
+        if self.alive >= self.config["min_nodes"]:
             self.enough.set()
 
     def heard(self, node: str, message: Json) -> Json:
@@ -116,7 +120,9 @@ class Head(Node):
         job = self.work.job if self.work else None
         state = {"schema": 1, "nodes": self.nodes, "job": job, "started": self.started, "warned": self.warned}
         try:
-            files.write_json(self._path("state.json"), {**state, "jobs": self.jobs, "ended": self.ended})
+            # on one line: indenting takes Python's slow encoder, and this is written while everybody calls
+            text = json.dumps({**state, "jobs": self.jobs, "ended": self.ended})
+            files.write(self._path("state.json"), text + "\n")
         except OSError:
             pass  # a full disk must not end a running cluster; the next change tries again
 
@@ -342,7 +348,8 @@ class Head(Node):
                 pass
         self.last_words()  # once more: on a full disk there is room for it only now
         self.flush()
-        if self.step and self.hub:  # the job ends with us, and what it ends hard cannot clean up
+        # the job ends with us: what it ends hard cannot clean up, and takes Slurm seconds to cancel
+        if self.step and self.hub:
             await asyncio.wait([self.step], timeout=CLEAN_S)
         return answer
 

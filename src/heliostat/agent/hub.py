@@ -10,11 +10,13 @@ import asyncio
 import hashlib
 import hmac
 import json
+import resource
 import secrets
 from typing import Any, Awaitable, Callable, Dict, Optional
 
 SILENT_S = 30.0  # so long without a word, and a node is lost
 BEATS = 6  # a word that often in that time
+FILES = 16384  # open at once, where the system lets us: a connection a node, and 1,024 is the usual limit
 Message = Dict[str, Any]
 
 
@@ -53,6 +55,14 @@ async def pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> No
         writer.close()
 
 
+def more_files() -> None:
+    """Raises our limit of open files as far as we may and need; what we start inherits it, and Ray wants it too."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 class Hub:
     """The head's side. `on_message(node, message)` gives the answer to each word of a worker (so that it knows that its
     head lives), `on_lost(node)` is called when it is silent or its connection is gone."""
@@ -71,6 +81,7 @@ class Hub:
         self.server: Optional[asyncio.AbstractServer] = None
 
     async def start(self, host: str, port: int) -> None:
+        more_files()
         self.server = await asyncio.start_server(self._serve, host, port, limit=1 << 16, backlog=1024)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -1,0 +1,80 @@
+"""The head's table of nodes: what it counts, and what it costs when there are many."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from heliostat.agent import head as head_module
+from heliostat.agent.head import Head
+
+
+def config(folder: Path, **more: Any) -> dict[str, Any]:
+    (folder / "logs" / "head").mkdir(parents=True)
+    base = {"node": "head", "folder": str(folder), "auth": "none", "id": "x", "mark": "x", "min_nodes": 3}
+    return {**base, "command": None, **more}
+
+
+def test_enough_is_said_when_the_last_one_that_is_needed_is_ready(tmp_path: Path) -> None:
+    async def story() -> None:
+        head = Head(config(tmp_path), str(tmp_path))
+        for name in ("head", "w1", "w2"):
+            head.learn(name, {"state": "STARTING"})
+        head.learn("w1", {"state": "READY"})
+        for _ in range(5):  # beats count for nothing
+            head.heard("w1", {"state": "READY"})
+        head.learn("head", {"state": "READY"})
+        head.lost("w1")
+        head.learn("w2", {"state": "READY"})
+        assert not head.enough.is_set()
+        head.learn("w1", {"state": "READY"})
+        assert head.enough.is_set()
+
+    asyncio.run(story())
+
+
+def test_the_count_is_the_table_whatever_moves(tmp_path: Path) -> None:
+    async def story() -> None:
+        head, chance = Head(config(tmp_path), str(tmp_path)), random.Random(7)
+        for _ in range(500):
+            name = f"w{chance.randrange(8)}"
+            if chance.random() < 0.2:
+                head.lost(name)
+            else:
+                head.heard(name, {"state": chance.choice(["STARTING", "READY", "STOPPING", "GONE"])})
+            assert head.alive == sum(node["state"] == "READY" for node in head.nodes.values())
+
+    asyncio.run(story())
+
+
+def test_the_state_file_is_one_line(tmp_path: Path) -> None:
+    """Indenting takes Python's own encoder: ten times as long, in the loop that answers every node."""
+
+    async def story() -> None:
+        head = Head(config(tmp_path), str(tmp_path))
+        head.learn("w1", {"state": "READY"})
+        head.flush()
+
+    asyncio.run(story())
+    (line,) = (tmp_path / "state.json").read_text().splitlines()
+    assert json.loads(line)["nodes"] == {"w1": {"state": "READY"}}
+
+
+@pytest.mark.parametrize("takes_s", [0.2, 600])
+def test_the_end_waits_for_the_step_of_the_others_but_not_for_ever(
+    takes_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head_module, "STEP_S", 60 if takes_s < 1 else 0.1)
+
+    async def story() -> None:
+        head = Head(config(tmp_path), str(tmp_path))
+        head.step = asyncio.ensure_future(asyncio.sleep(takes_s))
+        await asyncio.wait_for(head.leave(), 30)
+        assert head.step.done() == (takes_s < 1)
+
+    asyncio.run(story())
