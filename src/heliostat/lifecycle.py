@@ -110,7 +110,8 @@ def judge(
         return seen.state, seen.reason, time.time()
     # the head knows best, but for a node that ended
     heard = N.__members__.get(str(live.get("state")))
-    told = words if heard in (None, *TERMINAL) or (heard is N.LOST and said in TERMINAL) else live
+    ended = heard in (None, *TERMINAL) or (heard is N.LOST and said in TERMINAL)
+    told = words if ended and words else live  # one that never came has no words of its own
     state = N.__members__.get(str(told.get("state")), N.ALLOCATED)
     since, reason = float(told.get("since") or time.time()), str(told.get("reason", ""))
     if state in TERMINAL and (alone or (wanted and state is N.GONE)):
@@ -125,7 +126,7 @@ def needs_words(node: NodeRecord, seen: Observation, live: dict[str, Any]) -> bo
         return False
     same = int(live.get("launch") or 0) == node.launch
     state = N.__members__.get(str(live.get("state"))) if same else None
-    return seen.state is not N.ALLOCATED or state in (None, *TERMINAL)
+    return seen.state is not N.ALLOCATED or state in (None, N.LOST, *TERMINAL)
 
 
 class Lifecycle:

@@ -246,6 +246,16 @@ def test_the_job_is_requeued(lab: Lab, words: list[str]) -> None:
     ok(lab.heliostat("down", "lab"))
 
 
+def test_another_job_takes_its_machine(lab: Lab, words: list[str]) -> None:
+    """Preemption: the cluster waits again, and comes back when the machine is free."""
+    lab.put("requeue.yaml", FILE + "slurm: {requeue: true}\n")
+    up(lab, words, "-f", "requeue.yaml", "--nodelist=n3")
+    lab.run("sbatch", "--partition=urgent", "--nodelist=n3", "--exclusive", "--time=5", "--wrap=sleep 20")
+    becomes(lab, "it waits again", lambda now: now["head"][0] == "QUEUED")
+    becomes(lab, "it is back", lambda now: now["state"] == "ready")
+    ok(lab.heliostat("down", "lab"))
+
+
 def test_a_run_is_requeued_and_followed_to_its_end(lab: Lab, words: list[str]) -> None:
     lab.put("requeue.yaml", FILE + "slurm: {requeue: true}\n")
     going = lab.start("run", *words, "-f", "requeue.yaml", "--name", "lab", "twice.py")

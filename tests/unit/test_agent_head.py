@@ -8,9 +8,6 @@ import random
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from heliostat.agent import head as head_module
 from heliostat.agent.head import Head
 
 
@@ -63,18 +60,3 @@ def test_the_state_file_is_one_line(tmp_path: Path) -> None:
     asyncio.run(story())
     (line,) = (tmp_path / "state.json").read_text().splitlines()
     assert json.loads(line)["nodes"] == {"w1": {"state": "READY"}}
-
-
-@pytest.mark.parametrize("takes_s", [0.2, 600])
-def test_the_end_waits_for_the_step_of_the_others_but_not_for_ever(
-    takes_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(head_module, "STEP_S", 60 if takes_s < 1 else 0.1)
-
-    async def story() -> None:
-        head = Head(config(tmp_path), str(tmp_path))
-        head.step = asyncio.ensure_future(asyncio.sleep(takes_s))
-        await asyncio.wait_for(head.leave(), 30)
-        assert head.step.done() == (takes_s < 1)
-
-    asyncio.run(story())

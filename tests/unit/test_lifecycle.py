@@ -22,12 +22,12 @@ def said(state: str, reason: str = "", since: float = 100.0, launch: int = 1) ->
 
 def verdict(
     seen: N, live: dict[str, Any] = NOTHING, words: dict[str, Any] = NOTHING, *, wanted: bool = True, now: N = N.REQUESTED,
-    why: str = "", launch: int = 1,
+    why: str = "", launch: int = 1, alone: bool = True,
 ) -> tuple[N, str]:  # fmt: skip
     node = NodeRecord("w1", "worker", state=now, launch=launch)
-    state, reason, since = judge(node, Observation(seen, why), live, words, wanted)
+    state, reason, since = judge(node, Observation(seen, why), live, words, wanted, alone)
     if not needs_words(node, Observation(seen, why), live):
-        assert judge(node, Observation(seen, why), live, {}, wanted)[:2] == (state, reason)
+        assert judge(node, Observation(seen, why), live, {}, wanted, alone)[:2] == (state, reason)
     assert 0 < since <= time.time()
     if state is not now:
         check_move(now, state)  # whatever the witnesses say, it is a move that there is
@@ -46,6 +46,10 @@ CASES = {
     "the head's words": (verdict(RUNS, said("READY")), (N.READY, "")),
     "the head knows best": (verdict(RUNS, said("LOST", "silent"), said("READY")), (N.LOST, "silent")),
     "the head knows best, though later": (verdict(RUNS, said("LOST", "silent", 100), said("READY", "", 200)), (N.LOST, "silent")),
+    "it gave its head up": (verdict(RUNS, said("LOST"), said("FAILED", "no head"), alone=False), (N.FAILED, "no head")),
+    "it ended with its job, which may be queued again": (verdict(RUNS, NOTHING, said("GONE", "x"), alone=False), (N.STOPPING, "x")),
+    "it was asked to leave its job": (verdict(RUNS, NOTHING, said("GONE", "x"), alone=False, wanted=False), (N.GONE, "x")),
+    "one that never came": (verdict(RUNS, said("FAILED", "the step"), NOTHING, alone=False), (N.FAILED, "the step")),
     "back again": (verdict(RUNS, said("READY"), said("READY"), now=N.LOST), (N.READY, "")),
     "a word that nobody knows": (verdict(RUNS, said("DANCING"), NOTHING), (N.ALLOCATED, "")),
     "a word that the head does not know": (verdict(RUNS, said("DANCING"), said("READY")), (N.READY, "")),

@@ -70,6 +70,10 @@ WAITING = {
     "None": "has just been submitted",
 }
 AFTER = "--dependency=after:HEAD"  # a group's nodes have nothing to do before the head's job begins
+NOT_FOR_STEPS = (
+    "SLURM_GPUS", "SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_TASK", "SLURM_GPUS_PER_SOCKET", "SLURM_NTASKS", "SLURM_NPROCS",
+    "SLURM_TRES_PER_TASK",
+)  # fmt: skip
 IN_TURN = ("Priority", "Resources")  # who waits for these has a place in the queue
 ENDED = {
     "TIMEOUT": "the time limit was reached",
@@ -207,10 +211,11 @@ class Slurm:
         return Plan((File(path, script.render(), 0o700),), (Step(submit, names, {"grace_s": grace}),))
 
     def _step(self, order: Order, agent: Sequence[str]) -> list[str]:
-        """Starts the agents of all nodes but the first, at once. Plain, so that 20.11 and 25 both take it."""
+        """Starts the agents of all nodes but the first, at once. Plain, so that 20.11 and 25 both take it. A step has all of
+        the job's GPUs on its nodes, unless srun finds in its environment how many the whole job asked for."""
         rest = len(order.members) - 1
         return [
-            "srun", "--overlap", "--mpi=none", "--relative=1", f"--nodes={rest}", f"--ntasks={rest}", "--ntasks-per-node=1",
+            "env", *(word for name in NOT_FOR_STEPS for word in ("-u", name)), "srun", "--overlap", "--mpi=none", "--relative=1", f"--nodes={rest}", f"--ntasks={rest}", "--ntasks-per-node=1",
             "--cpu-bind=none", "--kill-on-bad-exit=0", "--no-kill", "--wait=0", "--input=all", "--export=ALL", *agent,
         ]  # fmt: skip
 
