@@ -148,7 +148,8 @@ class Lab:
         path = self.home / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-        shutil.chown(path, USER, USER)
+        for made in (path, *path.relative_to(self.home).parents):
+            shutil.chown(self.home / made, USER, USER)
         return path
 
     def left_on(self, host: str) -> list[str]:

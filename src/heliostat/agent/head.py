@@ -278,6 +278,8 @@ class Head(Node):
         end = time.monotonic() + self.grace_s
         self.warn("%s: %d s to finish" % (reason, self.grace_s))
         if any(node.get("state") == "READY" for name, node in self.nodes.items() if name != self.name):
+            if self.hub:
+                self.hub.tell({"do": "drain", "reason": reason})
             notice = asyncio.ensure_future(self.drain_workers(reason, self.grace_s / 2))
             self.background.append(notice)
             while time.monotonic() < end - self.grace_s / 2 and await self.busy():

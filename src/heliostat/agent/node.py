@@ -39,7 +39,7 @@ class Node:
         self.ray: Optional[RayNode] = None
         self.block: Optional[ports.Block] = None
         self.stop_reason = ""
-        self.orphan = False
+        self.orphan, self.drained = False, ""
         self.told_at = self.continued_at = float("-inf")
         self.grace_s = float(config.get("grace_s", 10))
         self.stopping = asyncio.Event()
@@ -284,6 +284,8 @@ class Node:
             end, reason = "FAILED", str(error)
         except Exception as error:  # whatever it is, Ray must not outlive us
             end, reason = "FAILED", "%s: %s" % (type(error).__name__, error)
+        if self.drained and not self.stopping.is_set():
+            self.stop(self.drained)
         if end != "FAILED" and self.ray and self.ray.ended.is_set() and not self.stopping.is_set():
             end, reason = "FAILED", "Ray ended: %s" % await self.ray.why()
         elif end != "FAILED" and (self.forsaken or self.orphan):
@@ -340,6 +342,8 @@ class Worker(Node):
             self.there.set()
         elif message.get("do") == "leave":
             self.stop(str(message.get("reason", "told to leave")))
+        elif message.get("do") == "drain":
+            self.drained = str(message.get("reason", "drained"))  # from now on Ray may end here by itself
         elif message.get("do") == "warn" and self.work:
             grace = float(message.get("seconds", self.grace_s))
             self.background.append(asyncio.ensure_future(self.work.end(grace, self.at_once)))

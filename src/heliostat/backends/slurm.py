@@ -70,10 +70,8 @@ WAITING = {
     "None": "has just been submitted",
 }
 AFTER = "--dependency=after:HEAD"  # a group's nodes have nothing to do before the head's job begins
-NOT_FOR_STEPS = (
-    "SLURM_GPUS", "SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_TASK", "SLURM_GPUS_PER_SOCKET", "SLURM_NTASKS", "SLURM_NPROCS",
-    "SLURM_TRES_PER_TASK",
-)  # fmt: skip
+# a step has all that the job has on its nodes, but for `--gpus=N` of the whole job: of those the others have what is left
+SRUN = 'exec srun ${SLURM_GPUS:+--gpus=$((${SLURM_GPUS##*:} - ${SLURM_GPUS_ON_NODE:-0}))} "$@"'
 IN_TURN = ("Priority", "Resources")  # who waits for these has a place in the queue
 ENDED = {
     "TIMEOUT": "the time limit was reached",
@@ -211,11 +209,10 @@ class Slurm:
         return Plan((File(path, script.render(), 0o700),), (Step(submit, names, {"grace_s": grace}),))
 
     def _step(self, order: Order, agent: Sequence[str]) -> list[str]:
-        """Starts the agents of all nodes but the first, at once. Plain, so that 20.11 and 25 both take it. A step has all of
-        the job's GPUs on its nodes, unless srun finds in its environment how many the whole job asked for."""
+        """Starts the agents of all nodes but the first, at once. Plain, so that 20.11 and 25 both take it."""
         rest = len(order.members) - 1
         return [
-            "env", *(word for name in NOT_FOR_STEPS for word in ("-u", name)), "srun", "--overlap", "--mpi=none", "--relative=1", f"--nodes={rest}", f"--ntasks={rest}", "--ntasks-per-node=1",
+            "bash", "-c", SRUN, "srun", "--overlap", "--mpi=none", "--relative=1", f"--nodes={rest}", f"--ntasks={rest}", "--ntasks-per-node=1",
             "--cpu-bind=none", "--kill-on-bad-exit=0", "--no-kill", "--wait=0", "--input=all", "--export=ALL", *agent,
         ]  # fmt: skip
 
