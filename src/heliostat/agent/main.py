@@ -110,8 +110,9 @@ def _mine(config: Json) -> Json:
         if config.get("others") is not None or len(config["members"]) == 1
         else int(os.environ[config["rank"]]) + 1
     )
+    whole = json.dumps(config)  # as it came: what a node settles for itself is not meant for the others
     me = config["members"][place]
-    return {**config, **me, "mark": "%s-%s" % (config["mark"], me["node"]), "whole": config}
+    return {**config, **me, "mark": "%s-%s" % (config["mark"], me["node"]), "whole": whole}
 
 
 def _make_folder(config: Json) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import os
 import signal
 import socket
@@ -225,7 +226,7 @@ class Node:
     async def start_others(self) -> None:
         """In a batch job the first node starts the agents of the rest, in one step. They end with the cluster."""
         whole = os.path.join(self.temp, "others.json")
-        files.write_json(whole, {**self.config["whole"], "others": None})
+        files.write_json(whole, {**json.loads(self.config["whole"]), "others": None})
         log = os.path.join(self.logs, "step.log")
         with open(whole) as config, open(log, "ab") as out:
             step = await asyncio.create_subprocess_exec(
