@@ -9,7 +9,8 @@ from heliostat import backends, environment, planning
 from heliostat.backends.base import Handle
 from heliostat.errors import HeliostatError, UsageError
 from heliostat.events import Event
-from heliostat.lifecycle import POLL_S, Lifecycle, View, make_move
+from heliostat.lifecycle import POLL_S, Lifecycle
+from heliostat.looking import View, make_move
 from heliostat.spec import ClusterSpec, Member, worker_members
 from heliostat.states import TERMINAL, NodeState
 from heliostat.store import ClusterFolder, NodeRecord, Record

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from heliostat import backends
 from heliostat.errors import DiskError, HeliostatError, Interrupted, NotFoundError
 from heliostat.events import Event
-from heliostat.lifecycle import Lifecycle, View
+from heliostat.lifecycle import Lifecycle
+from heliostat.looking import View
 from heliostat.rayapi import NoAnswer, RayApi
 from heliostat.report import run_job
 from heliostat.script import quote

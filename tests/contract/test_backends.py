@@ -20,7 +20,7 @@ from heliostat.backends.base import Handle
 from heliostat.cli import app
 from heliostat.errors import HeliostatError, Interrupted, NotFoundError, PartlyDone, UsageError
 from heliostat.events import Event
-from heliostat.lifecycle import View
+from heliostat.looking import View
 from heliostat.spec import members
 from heliostat.states import TERMINAL, ClusterState, NodeState
 from heliostat.store import ClusterFolder, Record

@@ -20,7 +20,8 @@ from heliostat.backends import slurm
 from heliostat.backends.base import Handle
 from heliostat.errors import HeliostatError
 from heliostat.events import Event
-from heliostat.lifecycle import Lifecycle, View
+from heliostat.lifecycle import Lifecycle
+from heliostat.looking import View
 from heliostat.spec import ClusterSpec
 from heliostat.store import ClusterFolder, Record, Store
 from heliostat.transport import Completed, Local, Spawned

@@ -27,7 +27,9 @@ FLOORS: dict[str, float] = {
     **dict.fromkeys(("mirror", "staging"), 1.5),  # they read and write, and know the store
     "backends": 2,
     "elastic": 2,
-    # where order is decided
+    # where order is decided: what is true, the way back, the way there
+    "looking": 2.8,
+    "ending": 2.9,
     "lifecycle": 3,
     # the public Python API
     "api": 3.8,

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from heliostat.backends.base import Observation
-from heliostat.lifecycle import _advice, judge, needs_words
+from heliostat.lifecycle import _advice
+from heliostat.looking import judge, needs_words
 from heliostat.states import NodeState as N
 from heliostat.states import check_move
 from heliostat.store import NodeRecord, Record

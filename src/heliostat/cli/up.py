@@ -11,7 +11,8 @@ from heliostat.cli.native import SiteCommand
 from heliostat.cli.options import cluster_options, common, read_config
 from heliostat.cli.output import Output
 from heliostat.errors import UsageError
-from heliostat.lifecycle import Lifecycle, View
+from heliostat.lifecycle import Lifecycle
+from heliostat.looking import View
 from heliostat.units import count
 
 

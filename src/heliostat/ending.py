@@ -1,0 +1,205 @@
+"""How a cluster ends: everything that was started is stopped, that is verified, and the record goes to the history."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from heliostat import backends
+from heliostat.backends.base import Handle
+from heliostat.errors import DiskError, HeliostatError, Interrupted, NotFoundError, PartlyDone
+from heliostat.events import Event
+from heliostat.looking import Looking, View, make_move
+from heliostat.states import TERMINAL, NodeState
+from heliostat.store import ClusterFolder, Record
+from heliostat.units import count
+
+if TYPE_CHECKING:
+    from heliostat.mirror import Mirror
+
+N = NodeState
+
+
+class Ending(Looking):
+    def all(self) -> list[View]:
+        """Every cluster that is not over; those that ended since somebody last looked go to the history."""
+        views = []
+        for name in self.store.names():
+            folder = self.store.find(name)
+            if folder is None:
+                continue
+            try:
+                view = self.look(folder)
+            except (HeliostatError, KeyError, ValueError, TypeError):
+                continue  # `doctor` tells of records that cannot be read
+            if view.record.is_over():
+                try:
+                    self._archive(view)
+                    continue
+                except DiskError:
+                    pass  # it stays where it is, and is told of
+            views.append(view)
+        return views
+
+    def down(self, name: str, *, now: bool = False) -> View:
+        """Ends the cluster and verifies that nothing is left of it. Ended already: says so."""
+        folder = self.store.find(name) or self._open_or_past(name)
+        if folder.path.parent == self.store.ended:
+            return View(folder, folder.record(), folder.state())
+        return self._end(folder, "taken down", now=now)
+
+    def _open_or_past(self, name: str) -> ClusterFolder:
+        try:
+            return self.store.open(name)
+        except NotFoundError:
+            past = self.store.last_past(name)
+            if past is None:
+                raise
+            return past
+
+    def interrupted(self, folder: ClusterFolder, last_look: Callable[[], object] = bool) -> None:
+        """Ctrl-C: release everything; once more: at once. `last_look` sees the files before they go to the history."""
+        name = folder.name
+        for reason, now in (("interrupted", False), ("interrupted twice", True), ("interrupted twice", True)):
+            try:
+                if not now:
+                    self.emit(Event("note", f"interrupted: releasing `{name}` (Ctrl-C again: at once)"))
+                self._end(folder, reason, now=now, last_look=last_look)
+                raise Interrupted(
+                    f"interrupted; `{name}` is released", hint=f"heliostat logs {name}"
+                ) from None
+            except KeyboardInterrupt:
+                continue
+        raise Interrupted(
+            f"interrupted while releasing `{name}`", hint=f"heliostat down {name} --now"
+        ) from None
+
+    def give_up(self, folder: ClusterFolder, reason: str = "it did not start") -> None:
+        """What a failed `up` had started goes, so that nothing lingers; its logs stay in the history."""
+        try:
+            self._end(folder, reason)
+        except (NotFoundError, PartlyDone):
+            pass  # what failed first is what a person must know
+
+    def _end(
+        self, folder: ClusterFolder, reason: str, *, now: bool = False, last_look: Callable[[], object] = bool
+    ) -> View:
+        """Stopping comes first: a disk that cannot take the record keeps nobody's machines."""
+        try:
+            record, written = self._ask_for_end(folder, reason)
+            self.emit(Event("note", f"stopping {count(len(record.nodes), 'node')} of `{record.name}`"))
+            backend = backends.load(record.site)
+            handles = [Handle.from_json(h) for h in record.handles]
+            if any(node.handle is None for node in record.nodes.values()):
+                known, table = {h.native_id for h in handles}, record.spec.get(record.site) or {}
+                strays = backend.strays(record.id, table, self.host_of(record))
+                handles += [h for h in strays if h.native_id not in known]
+            try:
+                backend.cancel(handles, self.host_of(record), now=now)
+            except HeliostatError:
+                folder.record()  # raises when another command has put it into the history meanwhile
+                raise
+            with contextlib.suppress(OSError):  # nobody may be there to be shown it
+                last_look()
+            view = self.look(folder, record=None if written else record)
+            self._check_it_is(folder, record)
+        except NotFoundError:
+            past = self.store.last_past(folder.name)  # another `down` was faster
+            if past is None:
+                raise
+            return View(past, past.record(), past.state())
+        for node in view.record.nodes.values():  # asked for, never started
+            if node.handle is None:
+                node.state = N.GONE
+        left = [node.name for node in view.record.nodes.values() if node.state not in TERMINAL]
+        if left:
+            raise HeliostatError(
+                f"`{view.record.name}` could not be ended whole",
+                because=f"still there: {', '.join(left)}",
+                hint=f"heliostat down {view.record.name} --now",
+            )
+        try:
+            return self._archive(view)
+        except DiskError as error:
+            raise PartlyDone(
+                f"`{view.record.name}` is stopped, but its record could not be written",
+                because=error.because,
+                saw=error.what,
+                hint=f"free some space there, then heliostat down {view.record.name}",
+            ) from None
+
+    def _ask_for_end(self, folder: ClusterFolder, reason: str) -> tuple[Record, bool]:
+        """Puts the wish on record: (the record, could it be written?)."""
+
+        def ask() -> tuple[Record, list[dict[str, Any]]]:
+            record = folder.record()
+            record.target, record.reason = "down", record.reason or reason
+            told = (N.STOPPING, *TERMINAL)
+            asked = [n for n in record.nodes.values() if n.handle is not None and n.state not in told]
+            return record, [make_move(node, N.STOPPING, reason) for node in asked]
+
+        try:
+            with folder.lock():
+                record, moves = ask()
+                for move in moves:
+                    folder.append(move)
+                folder.save(record)
+            return record, True
+        except DiskError:
+            return ask()[0], False
+
+    def release(self, folder: ClusterFolder) -> None:
+        """The work is done and the agents end by themselves: wait for that, and see that nothing is left."""
+        self.emit(Event("note", f"releasing `{folder.name}`"))
+        deadline = time.monotonic() + 30
+        try:
+            while time.monotonic() < deadline:
+                view = self.look(folder)
+                if view.record.is_over():
+                    self._archive(view)
+                    return
+                time.sleep(0.05)
+            self._end(folder, "released")
+        except NotFoundError:
+            return  # whoever looked first has put it into the history
+        except (DiskError, PartlyDone) as error:
+            self.emit(Event("note", f"{error.what}: {error.because}"))
+
+    def _check_it_is(self, folder: ClusterFolder, record: Record) -> None:
+        """Another command may have put it into the history, and a third one started a cluster of that name there."""
+        if folder.record().id != record.id:
+            raise NotFoundError(f"`{record.name}` has ended, and another cluster has its name")
+
+    def _archive(self, view: View) -> View:
+        record = view.record
+        record.ended = record.ended or time.time()
+        record.exit_code = (view.live.get("job") or {}).get("exit_code", record.exit_code)
+        last = {job["id"]: job for job in view.live.get("jobs") or ()}
+        for job in record.jobs:
+            if job["id"] in last and not job.get("status"):
+                over = last[job["id"]]["status"] in ("SUCCEEDED", "FAILED", "STOPPED")
+                job.update(
+                    last[job["id"]], **({} if over else {"status": "STOPPED"})
+                )  # it ended with the cluster
+        mirror = self.mirror(view.folder, record)
+        if mirror:
+            self._bring_home(mirror)
+        try:
+            with view.folder.lock():
+                self._check_it_is(view.folder, record)
+                folder = self.store.archive(view.folder, record)
+        except NotFoundError:
+            folder = self.store.last_past(record.name) or view.folder
+        self.emit(Event("done", f"`{record.name}` has ended", None, {"reason": record.reason}))
+        return View(folder, record, view.live)
+
+    def _bring_home(self, mirror: Mirror) -> None:
+        try:
+            work = mirror.finish()
+        except (HeliostatError, ValueError, OSError) as error:
+            self.emit(Event("note", f"its logs stay on {mirror.host.target} in {mirror.place}: {error}"))
+            return
+        if work:
+            self.emit(Event("note", f"what the command wrote is on {mirror.host.target} in {work}"))

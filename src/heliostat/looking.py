@@ -1,0 +1,395 @@
+"""What is true of a cluster now: the site, the head's agent and the nodes' own words, brought together. Also the way to it.
+
+Nothing here starts or ends anything; what has changed is told to `emit` and put on record.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from heliostat import backends
+from heliostat.backends.base import Backend, Handle, Observation, Order, Plan
+from heliostat.errors import DeadlineError, DiskError, HeliostatError, NotFoundError
+from heliostat.events import Emit, Event
+from heliostat.states import TERMINAL, ClusterState, NodeState, check_move
+from heliostat.store import ClusterFolder, NodeRecord, Record, Store
+from heliostat.transport import Local, Transport
+
+if TYPE_CHECKING:
+    from heliostat.mirror import Mirror
+    from heliostat.rayapi import RayApi
+    from heliostat.spec import ClusterSpec, Member
+    from heliostat.ssh import Ssh
+
+N = NodeState
+
+
+@dataclass
+class View:
+    """A cluster as it is now: the record, brought up to date, and what its head says."""
+
+    folder: ClusterFolder
+    record: Record
+    live: dict[str, Any]
+
+    @property
+    def state(self) -> ClusterState:
+        return self.record.state()
+
+    @property
+    def address(self) -> str | None:
+        return None if self.headless else (self.folder.connection() or {}).get("address")
+
+    @property
+    def headless(self) -> bool:
+        """Its head has ended: whatever still runs of it is no cluster any more."""
+        return any(node.role == "head" and node.state in TERMINAL for node in self.record.nodes.values())
+
+    @property
+    def run(self) -> dict[str, Any] | None:
+        """The command of a `run`, as the head's agent tells of it."""
+        return self.live.get("job")
+
+    def alive(self) -> int:
+        return sum(node.state is N.READY for node in self.record.nodes.values())
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """The last question to a site: what we knew then, when to ask again, what it said."""
+
+    news: list[Any]
+    again: float
+    pause: float
+    seen: dict[str, Observation]
+
+
+def judge(
+    node: NodeRecord,
+    seen: Observation,
+    live: dict[str, Any],
+    words: dict[str, Any],
+    wanted: bool,
+    alone: bool = True,
+) -> tuple[N, str, float]:
+    """A node's state from all that is known: (state, reason, since).
+
+    seen: what the site says of its handle. live: what the head's agent says of it. words: the last that its own agent
+    wrote. wanted: nobody has asked for its end. alone: its handle is of no other node, so that its end is the handle's.
+    """
+    live, words = (said if int(said.get("launch") or 0) == node.launch else {} for said in (live, words))
+    said = N.__members__.get(str(words.get("state")))
+    if seen.state is N.GONE:
+        at = float(words.get("since") or time.time())
+        if said in TERMINAL and said is not None:
+            return said, str(words.get("reason", "")), at
+        return (
+            (N.FAILED, seen.reason or "its agent is gone", time.time())
+            if wanted
+            else (N.GONE, seen.reason, time.time())
+        )
+    if seen.state is not N.ALLOCATED:
+        return seen.state, seen.reason, time.time()
+    # the head knows best, but for a node that ended
+    heard = N.__members__.get(str(live.get("state")))
+    ended = heard in (None, *TERMINAL) or (heard is N.LOST and said in TERMINAL)
+    told = words if ended and words else live  # one that never came has no words of its own
+    state = N.__members__.get(str(told.get("state")), N.ALLOCATED)
+    since, reason = float(told.get("since") or time.time()), str(told.get("reason", ""))
+    if state in TERMINAL and (alone or (wanted and state is N.GONE)):
+        # it said its last word, and is cleaning up; or it ended with the job, which may be queued again
+        return N.STOPPING, reason, since
+    return state, reason, since
+
+
+def needs_words(node: NodeRecord, seen: Observation, live: dict[str, Any]) -> bool:
+    """Whether the node's own words can change what `judge` says: a file each is dear on a shared disk."""
+    if seen.state in (N.QUEUED, N.UNKNOWN):
+        return False
+    same = int(live.get("launch") or 0) == node.launch
+    state = N.__members__.get(str(live.get("state"))) if same else None
+    return seen.state is not N.ALLOCATED or state in (None, N.LOST, *TERMINAL)
+
+
+class Looking:
+    """The clusters of one home, as they are."""
+
+    def __init__(
+        self, store: Store | None = None, emit: Emit = lambda event: None, host: Transport | None = None
+    ) -> None:
+        self.store = store or Store()
+        self.emit = emit
+        self.host: Transport = host or Local()
+        self._asked: dict[Path, _Asked] = {}
+        self._hosts: dict[str, Ssh] = {}
+        self._mirrors: dict[Path, Mirror] = {}
+
+    # -- where the site is
+
+    def host_for(self, table: Mapping[str, Any]) -> Transport:
+        """The machine whose commands reach the site: this one, or the one that its table names in `via`."""
+        via = table.get("via")
+        if not via:
+            return self.host
+        from heliostat.ssh import Ssh
+
+        return self._hosts.setdefault(via, Ssh(via))
+
+    def host_of(self, record: Record) -> Transport:
+        return self.host_for(record.spec.get(record.site) or {})
+
+    def mirror(self, folder: ClusterFolder, record: Record) -> Mirror | None:
+        """The way to the cluster's folder where that is on another machine; None: it is this one."""
+        if record.place is None or folder.path.parent == self.store.ended:
+            return None
+        from heliostat.mirror import Mirror
+
+        host = cast("Ssh", self.host_of(record))
+        return self._mirrors.setdefault(folder.path, Mirror(folder, host, Path(record.place)))
+
+    def refresh(self, folder: ClusterFolder, node: str | None = None) -> None:
+        """Brings the files of a cluster that lies elsewhere up to date, with the logs of this node. Silence is told by
+        whoever asks the site."""
+        with contextlib.suppress(HeliostatError, OSError, ValueError):
+            mirror = self.mirror(folder, folder.record())
+            if mirror:
+                mirror.pull(node)
+
+    def ask(self, folder: ClusterFolder, request: dict[str, Any]) -> None:
+        """Leaves a request for the head's agent."""
+        (self.mirror(folder, folder.record()) or folder).ask(request)
+
+    def place_for(self, spec: ClusterSpec, mark: str) -> ClusterFolder:
+        """Where the agents find the cluster's folder."""
+        host = self.host_for(spec.sites.get(spec.on, {}))
+        if host is self.host:
+            return ClusterFolder(self.store.clusters / spec.cluster_name)
+        from heliostat.mirror import PLACE
+
+        return ClusterFolder(cast("Ssh", host).home / PLACE / mark)
+
+    def plan(
+        self,
+        spec: ClusterSpec,
+        nodes: Sequence[Member] | None = None,
+        mark: str = "0" * 16,
+        command: dict[str, Any] | None = None,
+        launch: int = 1,
+        standalone: bool = False,
+    ) -> tuple[Order, Plan]:
+        from heliostat import planning
+
+        host, place = self.host_for(spec.sites.get(spec.on, {})), self.place_for(spec, mark)
+        if standalone:  # several of them may meet on one host, and none is on record
+            mark = secrets.token_hex(8)
+            place = ClusterFolder(self.store.home / "by-hand" / f"{spec.cluster_name}-{mark[:4]}")
+        if host is not self.host and command and not command.get("package"):
+            name = command.get("id", "run")
+            there = {"cwd": str(place.path / "work" / name), "package": str(place.path / f"{name}.zip")}
+            command = {**command, **there}
+        home = None if host is self.host else cast("Ssh", host).home
+        return planning.plan(place, spec, nodes, mark, command, launch, host, standalone, home)
+
+    # -- looking
+
+    def look(self, folder: ClusterFolder, *, record: Record | None = None) -> View:
+        """The cluster as it is now; every move is told, and written where we may write.
+
+        record: what we know better than the disk, which could not take it."""
+        save = record is None
+        record = record or folder.record()
+        backend = backends.load(record.site)
+        handles = [Handle.from_json(data) for data in record.handles]
+        open_handles = [
+            h
+            for h in handles
+            if any(record.nodes[n].state not in TERMINAL for n in h.nodes if n in record.nodes)
+        ]
+        self.refresh(folder)
+        live = folder.state()
+        seen = self._observe(backend, folder, record, open_handles, live)
+        moves = []
+        shared = {h.native_id for h in handles if len(h.nodes) > 1}
+        for node in record.nodes.values():
+            move = self._judge_one(folder, record, node, seen, live, node.handle not in shared)
+            if move:
+                moves.append(move)
+        self._forget_guests(record)
+        over = bool(moves) and record.is_over()
+        if record.ready is None and record.state() is ClusterState.READY:
+            record.ready = time.time()
+        if over:
+            ended = live.get("ended") or {}
+            record.ended = float(ended.get("at") or time.time())
+            record.reason = record.reason or str(ended.get("reason", ""))
+            record.exit_code = (live.get("job") or {}).get("exit_code", record.exit_code)
+        if moves and save:
+            self._write_moves(folder, record, moves)
+        self._tell_warning(folder, record, live.get("warned") or {})
+        return View(folder, record, live)
+
+    def _tell_warning(self, folder: ClusterFolder, record: Record, warned: dict[str, Any]) -> None:
+        """What the head's agent warns of (the time limit is near): an event, once."""
+        at = float(warned.get("at") or 0)
+        if at <= record.warned:
+            return
+        record.warned = at
+        with contextlib.suppress(DiskError, NotFoundError, DeadlineError), folder.lock():
+            fresh = folder.record()
+            if at > fresh.warned:
+                fresh.warned = at
+                folder.append({"at": at, "kind": "note", "text": str(warned.get("text", ""))})
+                folder.save(fresh)
+        self.emit(Event("note", f"`{record.name}`: {warned.get('text', '')}"))
+
+    def _observe(
+        self,
+        backend: Backend,
+        folder: ClusterFolder,
+        record: Record,
+        handles: list[Handle],
+        live: dict[str, Any],
+    ) -> dict[str, Observation]:
+        """What the site says of the handles. Whoever looks ten times a second asks a scheduler only when the head has news,
+        and else ever more rarely."""
+        if not handles:
+            return {}
+        nodes = [(name, node.get("state")) for name, node in (live.get("nodes") or {}).items()]
+        news = [[h.native_id for h in handles], nodes, bool(live.get("ended"))]
+        last, now = self._asked.get(folder.path), time.monotonic()
+        if last and last.news == news and now < last.again:
+            return last.seen
+        first, most = backend.pace
+        pause = first if last is None or last.news != news else min(most, last.pause * 1.5)
+        seen = backend.observe(handles, self.host_of(record))
+        self._asked[folder.path] = _Asked(news, time.monotonic() + pause, pause, seen)
+        return seen
+
+    def _judge_one(
+        self,
+        folder: ClusterFolder,
+        record: Record,
+        node: NodeRecord,
+        seen: dict[str, Observation],
+        live: dict[str, Any],
+        alone: bool,
+    ) -> dict[str, Any] | None:
+        if node.state in TERMINAL or node.handle is None:
+            return None
+        observation = seen.get(node.handle, Observation(N.UNKNOWN, "the site did not answer for it"))
+        wanted = record.target == "up" and node.state is not N.STOPPING
+        table = (
+            {} if live.get("ended") else live.get("nodes") or {}
+        )  # a head that is gone knows nothing any more
+        told = table.get(node.name) or {}
+        words = folder.last_words(node.name) if needs_words(node, observation, told) else {}
+        state, reason, since = judge(node, observation, told, words, wanted, alone)
+        if state is N.FAILED and not words:  # what failed came before our agent
+            # a batch job's own log is named by its id
+            logs = (folder.logs / node.name / "agent.log", *folder.logs.glob(f"*-{node.handle}.out"))
+            reason = next(filter(None, map(self._last_line, logs)), reason)
+        if state is N.ALLOCATED and node.state not in (N.REQUESTED, N.QUEUED, N.UNKNOWN):
+            return None  # it runs, and nobody can tell more at this moment
+        if node.state is N.STOPPING and state not in TERMINAL and state is not N.UNKNOWN:
+            again = record.target == "up" and (state is N.QUEUED or since > node.since)
+            if not again:
+                return None  # it was told to end; older words about it mean nothing
+        if state is node.state:
+            node.reason = reason  # other words for the same: no event, and its age goes on
+            return None
+        check_move(node.state, state)
+        move = {
+            "at": since,
+            "kind": "move",
+            "node": node.name,
+            "from": node.state,
+            "to": state,
+            "reason": reason,
+        }
+        node.state, node.reason, node.since = state, reason, since
+        return move
+
+    def _forget_guests(self, record: Record) -> None:
+        """Nodes that joined for a while and have left in order are not missed."""
+        for name in [n.name for n in record.nodes.values() if n.guest and n.state is N.GONE]:
+            del record.nodes[name]
+
+    def _last_line(self, log: Path) -> str:
+        """The last that was said in a log, but for our own answers."""
+        lines = self.host.read(log).decode("utf-8", "replace").splitlines()
+        return next((line.strip()[:300] for line in reversed(lines) if line.strip() and line[0] != "{"), "")
+
+    def _write_moves(self, folder: ClusterFolder, record: Record, moves: list[dict[str, Any]]) -> None:
+        try:
+            with folder.lock():
+                fresh = folder.record()
+                for move in moves:
+                    if fresh.nodes.get(move["node"]) and fresh.nodes[move["node"]].state == move["from"]:
+                        folder.append(move)
+                        if move["node"] in record.nodes:
+                            fresh.nodes[move["node"]] = record.nodes[move["node"]]
+                        else:
+                            del fresh.nodes[move["node"]]
+                fresh.ready, fresh.ended = record.ready, record.ended
+                fresh.reason, fresh.exit_code = record.reason, record.exit_code
+                folder.save(fresh)
+        except NotFoundError:
+            return  # it was archived in this moment
+        except DiskError:
+            pass  # looking works on a full disk, and in a home that may only be read
+        for move in moves:
+            self.emit(Event("move", f"{move['to']}", move["node"], move))
+
+    def find(self, name: str) -> View:
+        return self.look(self.store.open(name))
+
+    # -- the head
+
+    def must_be_up(self, view: View) -> None:
+        if view.address is None or view.record.is_over():
+            because = view.record.reason or "; ".join(
+                n.reason for n in view.record.nodes.values() if n.reason
+            )
+            raise HeliostatError(
+                f"`{view.record.name}` is {view.state}, so it cannot be used",
+                because=because,
+                hint=f"heliostat status {view.record.name}",
+            )
+
+    def api(self, view: View) -> RayApi:
+        """Ray's dashboard and Jobs API of this cluster."""
+        from heliostat.rayapi import RayApi  # HTTP costs `ls` more than all else it does
+
+        self.must_be_up(view)
+        connection = view.folder.connection() or {}
+        host, port = self._reach(view).forward("127.0.0.1", int(connection["dashboard_port"]))
+        token = view.folder.read_token()
+        if token is None and connection["env"]["RAY_AUTH_MODE"] == "token":
+            raise HeliostatError(
+                f"the token of `{view.record.name}` is gone",
+                because=f"there is no {view.folder.token}",
+                hint=f"wait a few seconds: the head writes it again; else heliostat restart {view.record.name}",
+            )
+        return RayApi(host, port, token, name=view.record.name)
+
+    def _reach(self, view: View) -> Transport:
+        head = next(node for node in view.record.nodes.values() if node.role == "head")
+        handle = next(
+            (Handle.from_json(h) for h in view.record.handles if h["native_id"] == head.handle), None
+        )
+        host = self.host_of(view.record)
+        return backends.load(view.record.site).reach(handle, host) if handle else host
+
+
+def make_move(node: NodeRecord, state: NodeState, reason: str) -> dict[str, Any]:
+    """One legal move; its line for the events. The caller holds the lock and saves the record."""
+    check_move(node.state, state)
+    now, old = time.time(), node.state
+    node.state, node.reason, node.since = state, reason, now
+    return {"at": now, "kind": "move", "node": node.name, "from": old, "to": state, "reason": reason}
