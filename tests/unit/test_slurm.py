@@ -19,7 +19,7 @@ import pytest
 
 from heliostat import config, planning, relay
 from heliostat.agent import hub
-from heliostat.backends import _batch, slurm
+from heliostat.backends import _batch, _slurm_words, slurm
 from heliostat.backends.base import Handle, Observation, Order, Plan
 from heliostat.cli import join, native, run, up
 from heliostat.errors import DeadlineError, HeliostatError, UsageError
@@ -68,7 +68,7 @@ def observe(line: str) -> Observation:
 # -- states
 
 
-@pytest.mark.parametrize(("word", "state"), slurm.STATES.items())
+@pytest.mark.parametrize(("word", "state"), _slurm_words.STATES.items())
 def test_every_known_word_has_its_state(word: str, state: NodeState) -> None:
     assert observe(f"{word}|None|N/A|").state is state
 
@@ -87,7 +87,7 @@ def test_words_with_more_behind_them() -> None:
     assert observe("RUNNING|None|2026-01-01T00:00:00|n[1-2]").reason == ""
 
 
-@pytest.mark.parametrize(("reason", "words"), slurm.WAITING.items())
+@pytest.mark.parametrize(("reason", "words"), _slurm_words.WAITING.items())
 def test_a_job_that_waits_says_why(reason: str, words: str) -> None:
     for more in ("", ", UnavailableNodes:n[1-3]"):
         said = reason + more
@@ -116,7 +116,7 @@ def test_a_job_that_waits_says_when_if_slurm_knows() -> None:
     assert seen.reason == "other jobs are before it (Priority), expected to start 2026-03-04 05:06:07"
 
 
-@pytest.mark.parametrize(("reason", "words"), slurm.NEVER.items())
+@pytest.mark.parametrize(("reason", "words"), _slurm_words.NEVER.items())
 def test_a_job_that_can_never_run_has_failed(reason: str, words: str) -> None:
     seen = observe(f"PENDING|{reason}|N/A|")
     assert seen.state is N.FAILED and words and words in seen.reason and reason in seen.reason

@@ -1,0 +1,84 @@
+"""What SLURM says of a job, in our words. From 20.11 to 25: a word that is not here is kept and told."""
+
+from __future__ import annotations
+
+from heliostat.backends.base import Observation
+from heliostat.states import NodeState
+
+N = NodeState
+
+# every word that a job can be in; an unlisted one is UNKNOWN with the word kept
+STATES = {
+    **dict.fromkeys(("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"), N.QUEUED),
+    **dict.fromkeys(("RUNNING", "SIGNALING", "RESIZING"), N.ALLOCATED),
+    **dict.fromkeys(("COMPLETING", "STAGE_OUT"), N.STOPPING),
+    **dict.fromkeys(
+        ("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "BOOT_FAIL", "DEADLINE", "REVOKED"),
+        N.GONE,
+    ),
+}  # fmt: skip
+
+# reasons with which a job waits for ever: it is withdrawn, and the person told what would fit
+NEVER = {
+    "PartitionNodeLimit": "the partition does not let one job have so many nodes",
+    "PartitionTimeLimit": "the time is over the partition's limit",
+    "PartitionConfig": "the partition cannot run such a job",
+    "BadConstraints": "no node can ever satisfy the constraints",
+    "PartitionDown": "the partition is down",
+    "PartitionInactive": "the partition is inactive",
+    "AccountNotAllowed": "the account may not use this partition",
+    "QOSNotAllowed": "the QOS may not be used here",
+    "InvalidAccount": "the account is not valid",
+    "InvalidQOS": "the QOS is not valid",
+    "JobLaunchFailure": "the job could not be launched",
+}
+WAITING = {
+    "Resources": "waits for nodes to become free",
+    "Priority": "other jobs are before it",
+    "Dependency": "waits for another job",
+    "JobHeldUser": "is held; scontrol release lets it go",
+    "JobHeldAdmin": "is held by an administrator",
+    "BeginTime": "its time has not come yet",
+    "ReqNodeNotAvail": "a node that it needs is not available",
+    "Licenses": "waits for a licence",
+    "QOSMaxJobsPerUserLimit": "you have as many jobs as the QOS allows",
+    "QOSMaxCpuPerUserLimit": "you have as many CPUs as the QOS allows",
+    "QOSMaxNodePerUserLimit": "you have as many nodes as the QOS allows",
+    "AssocMaxJobsLimit": "you have as many jobs as your account allows",
+    "AssocGrpCpuLimit": "your account has as many CPUs as it may",
+    "MaxJobsPerAccount": "your account has as many jobs as it may",
+    "JobArrayTaskLimit": "the array has as many tasks running as it may",
+    "None": "has just been submitted",
+}
+IN_TURN = ("Priority", "Resources")  # who waits for these has a place in the queue
+ENDED = {
+    "TIMEOUT": "the time limit was reached",
+    "CANCELLED": "the job was cancelled",
+    "NODE_FAIL": "a machine of the job failed",
+    "PREEMPTED": "another job took its machines (preempted)",
+    "OUT_OF_MEMORY": "the job used more memory than it asked for",
+    "DEADLINE": "its deadline has passed",
+    "BOOT_FAIL": "its machines did not boot",
+}
+
+
+def observation(state: str, reason: str, start: str = "", place: str = "") -> Observation:
+    word = state.partition(" ")[0]
+    if word == "PENDING":
+        return _pending(reason, start, place)
+    known = STATES.get(word)
+    if known is None:
+        return Observation(N.UNKNOWN, f"SLURM says {state}", state)
+    if known is N.GONE:
+        return Observation(N.GONE, ENDED.get(word, f"SLURM says {word}"), word)
+    return Observation(known, "" if known is N.ALLOCATED else f"SLURM says {word}", word)
+
+
+def _pending(reason: str, start: str, place: str) -> Observation:
+    if reason in NEVER:
+        return Observation(N.FAILED, f"it can never run: {NEVER[reason]} ({reason})", reason)
+    known = reason.partition(",")[0]  # `ReqNodeNotAvail, UnavailableNodes:n[1-3]`
+    parts = [f"{WAITING[known]} ({reason})" if known in WAITING else f"SLURM says {reason}"]
+    parts += [place] if place else []
+    parts += [f"expected to start {start.replace('T', ' ')}"] if start not in ("", "N/A") else []
+    return Observation(N.QUEUED, ", ".join(parts), reason)
