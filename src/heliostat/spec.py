@@ -220,18 +220,33 @@ class Head(Model):
 
 
 class Host(Model):
-    """One machine that is reached over ssh."""
+    """One machine that is reached over ssh. What is not said here is as `~/.ssh/config` has it."""
 
-    host: str
-    user: str | None = None
-    port: Count | None = Field(None, ge=1, le=HIGHEST_PORT)
-    key: str | None = None
-    jump: str | None = None
-    cpus: Count | None = Field(None, ge=0)
-    gpus: Count | None = Field(None, ge=0)
+    host: str = Field(..., min_length=1, description="what one would type after `ssh`: a name, user@name, an address")
+    name: Name | None = Field(None, description="the node's name; default: the first word of the host's")
+    user: str | None = Field(None, description="who to log in as")
+    port: Count | None = Field(None, ge=1, le=HIGHEST_PORT, description="the ssh server's port")
+    key: str | None = Field(None, description="file of the private key")
+    jump: str | None = Field(None, description="jump host, as after `ssh -J`")
+    cpus: Count | None = Field(None, ge=0, description="CPUs that Ray may use")
+    gpus: Count | None = Field(None, ge=0, description="GPUs that Ray may use")
     leave_cpus: Count = Field(0, ge=0, description="CPUs to leave to the machine's other users")
-    labels: Labels = {}
-    env: dict[str, Text] = {}
+    labels: Labels = Field({}, description="Ray labels of the node")
+    env: dict[str, Text] = Field({}, description="environment variables of Ray and of the jobs there")
+    environment: Environment | None = Field(None, description="in place of the cluster's own")
+
+    @field_validator("host")
+    @classmethod
+    def _host(cls, host: str) -> str:
+        if host.startswith("-") or re.search(r"\s", host):  # ssh would take it for an option
+            raise ValueError(f"`{host[:60]}` is not the name of a host")
+        return host
+
+    @property
+    def node(self) -> str:
+        """The node's name: `zinc` of ann@zinc.lab.edu, an address as it is."""
+        bare = self.host.rpartition("@")[2]
+        return self.name or (bare if re.fullmatch(r"[\d.]+|.*:.*", bare) else bare.partition(".")[0])
 
 
 class Security(Model):
@@ -290,6 +305,17 @@ class ClusterSpec(Model):
 
     @model_validator(mode="after")
     def _sizes(self) -> ClusterSpec:
+        if self.hosts:
+            if self.groups:
+                raise ValueError("`hosts` and `groups` exclude each other: keep one")
+            names = [host.node for host in hosts(self)]
+            twice = [name for name in names if names.count(name) > 1]
+            if twice:
+                raise ValueError(f"two hosts have the name `{twice[0]}`: give one of them another `name`")
+            if "nodes" not in self.model_fields_set:
+                object.__setattr__(self, "nodes", len(names))
+            elif self.nodes > len(names):
+                raise ValueError(f"`nodes` ({self.nodes}) is more than the {len(names)} hosts")
         total = len(members(self))
         if self.groups and "nodes" in self.model_fields_set and self.nodes != total:
             raise ValueError(
@@ -326,6 +352,7 @@ class Member(Model):
     memory: int | None = None
     labels: dict[str, str] = {}
     resources: dict[str, float] = {}
+    host: Host | None = None
 
 
 def members(spec: ClusterSpec) -> list[Member]:
@@ -333,24 +360,47 @@ def members(spec: ClusterSpec) -> list[Member]:
     return [head_member(spec), *worker_members(spec, spec.nodes - 1)]
 
 
+def hosts(spec: ClusterSpec) -> list[Host]:
+    """The machines that the file lists, the head's first: the one that `head` names, be it listed or not, else the first."""
+    wanted = spec.head.host
+    found = [host for host in spec.hosts if wanted in (host.node, host.host)]
+    head = found[0] if found else Host(host=wanted) if wanted else spec.hosts[0]
+    return [head, *(host for host in spec.hosts if host is not head)]
+
+
 def head_member(spec: ClusterSpec) -> Member:
     head = spec.head
     idle = {} if head.work else {"cpus": 0, "gpus": 0}
+    host = hosts(spec)[0] if spec.hosts else None
     return Member(
-        name="head",
+        name=host.node if host else "head",
         role="head",
         memory=_first(head.memory, spec.memory_per_node),
-        labels=spec.labels,
+        labels={**spec.labels, **(host.labels if host else {})},
+        host=host,
         **{
-            "cpus": _first(head.cpus, spec.cpus_per_node),
-            "gpus": _first(head.gpus, spec.gpus_per_node),
+            "cpus": _first(head.cpus, host.cpus if host else None, spec.cpus_per_node),
+            "gpus": _first(head.gpus, host.gpus if host else None, spec.gpus_per_node),
             **idle,
         },
     )
 
 
 def worker_members(spec: ClusterSpec, count: int) -> list[Member]:
-    """`count` plain workers, or, where the spec has groups, the workers of the groups."""
+    """`count` plain workers, or, where the spec has groups or hosts, the workers of those."""
+    if spec.hosts:
+        return [
+            Member(
+                name=host.node,
+                role="worker",
+                cpus=_first(host.cpus, spec.cpus_per_node),
+                gpus=_first(host.gpus, spec.gpus_per_node),
+                memory=spec.memory_per_node,
+                labels={**spec.labels, **host.labels},
+                host=host,
+            )
+            for host in hosts(spec)[1 : count + 1]
+        ]
     if not spec.groups:
         plain = {"cpus": spec.cpus_per_node, "gpus": spec.gpus_per_node, "memory": spec.memory_per_node}
         return [Member(name=f"w{i}", role="worker", labels=spec.labels, **plain) for i in range(1, count + 1)]
