@@ -9,7 +9,7 @@ from heliostat import backends, environment, planning
 from heliostat.backends.base import Handle
 from heliostat.errors import HeliostatError, UsageError
 from heliostat.events import Event
-from heliostat.lifecycle import POLL_S, Lifecycle
+from heliostat.lifecycle import POLL_S, Lifecycle, in_words
 from heliostat.looking import View, make_move
 from heliostat.spec import ClusterSpec, Member, worker_members
 from heliostat.states import TERMINAL, NodeState
@@ -141,10 +141,7 @@ def settle_join(life: Lifecycle, folder: ClusterFolder, guest: str) -> View:
                 saw=f"log: {folder.logs / (bad[0].name if bad else guest)}",
                 hint=f"heliostat logs {view.record.name} {bad[0].name if bad else ''}".strip(),
             )
-        waiting = ", ".join(
-            f"{n.name} {str(n.state).lower()}" + (f" ({n.reason})" if n.reason else "") for n in nodes
-        )
-        life.emit(Event("progress", waiting))
+        life.emit(Event("progress", in_words(nodes)))
         time.sleep(POLL_S)
 
 

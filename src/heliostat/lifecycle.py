@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from heliostat.backends.base import Handle, Order, Plan
 from heliostat.ending import Ending
 from heliostat.errors import DeadlineError, HeliostatError, Interrupted, NotFoundError, PartlyDone, UsageError
 from heliostat.events import Event
-from heliostat.looking import View
+from heliostat.looking import View, alike
 from heliostat.states import TERMINAL, ClusterState, NodeState
 from heliostat.store import ClusterFolder, NodeRecord, Record, write_atomic
 from heliostat.units import format_duration
@@ -257,7 +257,10 @@ class Lifecycle(Ending):
                 )
             self.emit(
                 Event(
-                    "progress", _waiting(view, need), None, {"alive": view.alive(), "of": len(record.nodes)}
+                    "progress",
+                    f"{view.alive()} of {need} nodes alive; {in_words(record.nodes.values())}",
+                    None,
+                    {"alive": view.alive(), "of": len(record.nodes)},
                 )
             )
             time.sleep(POLL_S)
@@ -306,16 +309,15 @@ def _is_missing(node: NodeRecord) -> bool:
     return node.handle is None or node.state in TERMINAL or lost
 
 
-def _waiting(view: View, need: int) -> str:
-    nodes = view.record.nodes.values()
-    waiting = [
-        f"{n.name} {str(n.state).lower()}" + (f" ({n.reason})" if n.reason else "")
-        for n in nodes
-        if n.state is not N.READY
+def in_words(nodes: Iterable[NodeRecord]) -> str:
+    """`head, w1 queued, waits for nodes to become free (Resources)`"""
+    waiting = [node for node in nodes if node.state is not N.READY]
+    groups = alike(waiting, lambda node: node.name, lambda node: (node.state, node.reason))
+    parts = [
+        f"{names} {str(node.state).lower()}" + (f", {node.reason}" if node.reason else "")
+        for names, node in groups
     ]
-    return f"{view.alive()} of {need} nodes alive; {', '.join(waiting[:3])}" + (
-        " …" if len(waiting) > 3 else ""
-    )
+    return "; ".join(parts[:3]) + ("; …" if len(parts) > 3 else "")
 
 
 def _advice(reason: str, record: Record) -> str:

@@ -8,10 +8,10 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from heliostat import backends
 from heliostat.backends.base import Backend, Handle, Observation, Order, Plan
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from heliostat.ssh import Ssh
 
 N = NodeState
+T = TypeVar("T")
 
 
 @dataclass
@@ -343,8 +344,8 @@ class Looking:
             return  # it was archived in this moment
         except DiskError:
             pass  # looking works on a full disk, and in a home that may only be read
-        for move in moves:
-            self.emit(Event("move", f"{move['to']}", move["node"], move))
+        for names, move in alike(moves, lambda move: move["node"], lambda move: (move["to"], move["reason"])):
+            self.emit(Event("move", f"{move['to']}", names, move))
 
     def find(self, name: str) -> View:
         return self.look(self.store.open(name))
@@ -385,6 +386,19 @@ class Looking:
         )
         host = self.host_of(view.record)
         return backends.load(view.record.site).reach(handle, host) if handle else host
+
+
+def alike(items: Iterable[T], name: Callable[[T], str], kind: Callable[[T], object]) -> list[tuple[str, T]]:
+    """Those of one kind together, under the names of all, or of the first few: a thousand nodes that move are one line."""
+    groups: dict[object, list[T]] = {}
+    for item in items:
+        groups.setdefault(kind(item), []).append(item)
+    found = []
+    for group in groups.values():
+        names = [name(item) for item in group]
+        few = names if len(names) <= 4 else [*names[:2], f"{len(names) - 2} more"]
+        found.append((", ".join(few), group[0]))
+    return found
 
 
 def make_move(node: NodeRecord, state: NodeState, reason: str) -> dict[str, Any]:

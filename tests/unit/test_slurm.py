@@ -92,7 +92,8 @@ def test_a_job_that_waits_says_why(reason: str, words: str) -> None:
     for more in ("", ", UnavailableNodes:n[1-3]"):
         said = reason + more
         seen = observe(f"PENDING|{said}|N/A|")
-        assert (seen.state, seen.reason, seen.word) == (N.QUEUED, f"{words} ({said})", said)
+        code = "" if said == "None" else f" ({said})"
+        assert (seen.state, seen.reason, seen.word) == (N.QUEUED, f"{words}{code}", said)
 
 
 def test_a_reason_of_a_newer_slurm_is_kept() -> None:

@@ -78,7 +78,8 @@ def _pending(reason: str, start: str, place: str) -> Observation:
     if reason in NEVER:
         return Observation(N.FAILED, f"it can never run: {NEVER[reason]} ({reason})", reason)
     known = reason.partition(",")[0]  # `ReqNodeNotAvail, UnavailableNodes:n[1-3]`
-    parts = [f"{WAITING[known]} ({reason})" if known in WAITING else f"SLURM says {reason}"]
+    code = "" if reason == "None" else f" ({reason})"
+    parts = [f"{WAITING[known]}{code}" if known in WAITING else f"SLURM says {reason}"]
     parts += [place] if place else []
     parts += [f"expected to start {start.replace('T', ' ')}"] if start not in ("", "N/A") else []
     return Observation(N.QUEUED, ", ".join(parts), reason)

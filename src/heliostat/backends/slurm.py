@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 import time
@@ -51,6 +52,12 @@ FLAGS = frozenset(
     ("--exclusive", "--contiguous", "--overcommit", "--oversubscribe", "--hold", "-H", "--no-kill", "-k", "--spread-job", "--use-min-nodes",
      "--reboot", "-Q", "--quiet", "-v", "--verbose", "-O", "-s", "--share", "--ignore-pbs")
 )  # fmt: skip
+
+
+# what people most often ask sbatch for, to guess what one meant
+SBATCH = ("--partition", "--account", "--qos", "--constraint", "--gres", "--gpus", "--gpus-per-node", "--gpus-per-task", "--mem",
+          "--mem-per-cpu", "--mem-per-gpu", "--nodelist", "--exclude", "--reservation", "--dependency", "--begin", "--licenses",
+          "--mail-type", "--mail-user", "--nice", "--tmp", "--clusters", "--distribution", "--mincpus", "--cores-per-socket")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -471,7 +478,16 @@ def _explained(done: object, order: Order, host: Transport) -> HeliostatError:
     elif "time limit" in text:
         hint = f"limits: {_names(host, ['sinfo', '--noheader', '--format=%R %l'])}"
     elif "node configuration" in text or "node count" in text:
-        hint = f"what there is (nodes, CPUs, MB, GPUs): {_names(host, ['sinfo', '--noheader', '--format=%R %D %c %m %G'])}"
+        wanted, known = _partition(order.options), order.facts.get("partitions") or {}
+        entries = {n: e for n, e in known.items() if n == wanted or (wanted is None and e["default"])}
+        hint = (
+            "; ".join(f"`{n}` has {', '.join(e['kinds'])}" for n, e in entries.items())
+            or "sinfo -o '%P %D %c %m %G'"
+        )
+    elif "unrecognized option" in text or "invalid option" in text:
+        said = next(iter(order.options.extra), "").partition("=")[0]
+        near = difflib.get_close_matches(said, [*SBATCH, *OWNED, *FLAGS], n=1)
+        hint = f"did you mean `{near[0]}`?" if near else "heliostat run --help; sbatch --help"
     elif "qos policy" in text or "submit limit" in text:
         hint = "you have as many jobs as your account or QOS allows: squeue --me; sacctmgr show qos"
     elif "qos" in text:

@@ -121,7 +121,7 @@ class Output:
                 return
             self.say(
                 f"{event.node}: {self.state(event.text.lower())}"
-                + (f" ({reason})" if reason else "")
+                + (f", {reason}" if reason else "")
                 + self._age()
             )
         elif event.kind == "note" or self.verbose:

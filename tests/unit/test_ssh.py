@@ -1,0 +1,255 @@
+"""A machine over ssh, by a stand-in for ssh that runs the command here, with another home: words, files, forwards, refusals."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+
+from heliostat.errors import HeliostatError
+from heliostat.mirror import PLACE, Mirror
+from heliostat.ssh import Ssh
+from heliostat.store import ClusterFolder
+
+# as OpenSSH takes its options; the last word is for the login shell of the other side
+SSH = """#!/bin/bash
+echo "$*" >> "$FAR/calls"
+[ "$1" = -G ] && { cat "$FAR/config" 2>/dev/null; exit 0; }
+while [ $# -gt 0 ]; do
+  case $1 in -o) shift 2 ;; -W) place=$2; shift 2 ;; --) shift; break ;; *) break ;; esac
+done
+[ -f "$FAR/refusal" ] && { cat "$FAR/refusal" >&2; exit 255; }
+[ -n "$place" ] && exec python3 -c '
+import socket, sys, threading
+s = socket.create_connection((sys.argv[1], int(sys.argv[2])))
+def out():
+    while True:
+        d = s.recv(65536)
+        if not d: break
+        sys.stdout.buffer.write(d); sys.stdout.buffer.flush()
+t = threading.Thread(target=out); t.start()
+while True:
+    d = sys.stdin.buffer.read1(65536)
+    if not d: break
+    s.sendall(d)
+s.shutdown(1); t.join()
+' "${place%:*}" "${place##*:}"
+shift
+cd "$FAR/home" && exec env -i HOME="$FAR/home" PATH=/usr/bin:/bin bash -c "$*"
+"""
+
+
+@pytest.fixture
+def far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    place = tmp_path / "far"
+    (place / "home").mkdir(parents=True)
+    (place / "bin").mkdir()
+    (place / "bin/ssh").write_text(SSH)
+    (place / "bin/ssh").chmod(0o755)
+    monkeypatch.setenv("FAR", str(place))
+    monkeypatch.setenv("PATH", f"{place}/bin:{os.environ['PATH']}")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return place
+
+
+NASTY = ["a b", "it's", '"', "$HOME", "*", "", "é日", "a\\b", "-n", "!x", "new\nline"]
+
+
+def test_words_arrive_as_they_are(far: Path) -> None:
+    done = Ssh("login").run(["printf", "%s\\n", *NASTY], timeout=30)
+    assert (done.code, done.out) == (0, "".join(f"{word}\n" for word in NASTY))
+
+
+def test_input_output_and_code(far: Path) -> None:
+    done = Ssh("login").run(["sh", "-c", "cat; echo bad >&2; exit 7"], input=b"given", timeout=30)
+    assert (done.code, done.out, done.err) == (7, "given", "bad\n")
+
+
+def test_what_a_login_shell_prints_is_cut_off(far: Path) -> None:
+    (far / "home/.bash_profile").write_text("echo Welcome; echo; echo 'quota: 7%'; export FROM_PROFILE=1\n")
+    done = Ssh("login").run(["sh", "-c", "echo it is $FROM_PROFILE"], timeout=30)
+    assert done.out == "it is 1\n", (
+        "and what it exports counts: a scheduler's commands are often found only there"
+    )
+
+
+@pytest.mark.parametrize(
+    ("said", "hint"),
+    [
+        ("Host key verification failed.", "compare the key"),
+        ("ann@login: Permission denied (publickey,password).", "ssh-add your key"),
+        ("ssh: Could not resolve hostname login: Name or service not known", "ssh -G login"),
+        ("ssh: connect to host login port 22: Connection refused", "does an ssh server run there"),
+        ("ssh: connect to host login port 22: Connection timed out", "can this machine reach it"),
+        ("kex_exchange_identification: read: Connection reset by peer", "ssh login"),
+    ],
+)
+def test_a_host_that_lets_nobody_in(far: Path, said: str, hint: str) -> None:
+    (far / "refusal").write_text(f"banner\n{said}\n")
+    with pytest.raises(HeliostatError) as caught:
+        Ssh("login").run(["true"], timeout=30)
+    assert caught.value.what == "could not reach `login` over ssh"
+    assert caught.value.because == said and hint in caught.value.hint
+
+
+def test_a_command_of_theirs_that_ends_with_ssh_s_own_code(far: Path) -> None:
+    assert Ssh("login").run(["sh", "-c", "exit 255"], timeout=30).code == 255
+
+
+def test_one_connection_is_shared_unless_theirs_is(far: Path) -> None:
+    Ssh("login").run(["true"], timeout=30)
+    calls = (far / "calls").read_text()
+    assert "BatchMode=yes" in calls and "ControlMaster=auto" in calls and "StrictHostKeyChecking" not in calls
+    (far / "calls").unlink()
+    (far / "config").write_text("user ann\ncontrolpath /home/ann/.ssh/cm-%C\n")
+    Ssh("login").run(["true"], timeout=30)
+    assert "Control" not in (far / "calls").read_text(), "whoever shares connections goes on as they do"
+
+
+def test_a_folder_for_sockets_that_others_can_enter_is_refused(far: Path, tmp_path: Path) -> None:
+    (tmp_path / f"heliostat-{os.getuid()}").mkdir(mode=0o755)
+    with pytest.raises(HeliostatError, match="yours alone"):
+        Ssh("login").run(["true"], timeout=30)
+
+
+def test_files(far: Path) -> None:
+    host, data = Ssh("login"), bytes(range(256)) * 5000
+    path = far / "home/new folder/a file"
+    host.put(path, data, 0o640)
+    assert (
+        path.read_bytes() == data
+        and path.stat().st_mode & 0o777 == 0o640
+        and os.listdir(path.parent) == ["a file"]
+    )
+    assert host.read(path, 1000, 300) == data[1000:1300] and host.read(path, len(data)) == b""
+    assert host.read(far / "nope") == b"" and host.home == far / "home"
+    with pytest.raises(HeliostatError, match="could not write"):
+        host.put(path / "below a file", b"")
+
+
+def test_a_port_of_the_other_side(far: Path) -> None:
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def echo() -> None:
+        for _ in range(2):
+            client, _ = server.accept()
+            with client:
+                client.sendall(client.recv(100).upper())
+
+    threading.Thread(target=echo, daemon=True).start()
+    host = Ssh("login")
+    place = host.forward("127.0.0.1", server.getsockname()[1])
+    assert place == host.forward("127.0.0.1", server.getsockname()[1]), "one door for all"
+    for _ in range(2):
+        with socket.create_connection(place, timeout=30) as client:
+            client.sendall(b"hello")
+            assert client.recv(100) == b"HELLO"
+    server.close()
+
+
+# -- the mirror
+
+
+@pytest.fixture
+def mirror(far: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mirror:
+    monkeypatch.setattr("heliostat.mirror.PULL_S", 0.0)
+    (tmp_path / "near/logs").mkdir(parents=True)
+    return Mirror(ClusterFolder(tmp_path / "near"), Ssh("login"), far / "home" / PLACE / "a b")
+
+
+def test_what_is_pushed_is_there_whole(mirror: Mirror) -> None:
+    files = [(mirror.place / "token", b"secret", 0o600), (mirror.place / "script.sh", b"#!/bin/sh\n", 0o700)]
+    mirror.push(files)
+    assert [(p.read_bytes(), p.stat().st_mode & 0o777) for p, _, _ in files] == [(d, m) for _, d, m in files]
+    assert mirror.place.stat().st_mode & 0o077 == 0 and (mirror.place / "logs").is_dir()
+    mirror.ask({"do": "leave", "node": "w1"})
+    (request,) = (mirror.place / "requests").glob("*.json")
+    assert json.loads(request.read_text()) == {"do": "leave", "node": "w1"}
+
+
+def test_before_anything_is_there(mirror: Mirror) -> None:
+    mirror.pull()
+    assert mirror.folder.state() == {} and mirror.finish() is None
+
+
+def test_small_files_come_whole_and_go_when_they_go(mirror: Mirror) -> None:
+    mirror.push(
+        [
+            (mirror.place / name, b'{"a": 1}', 0o600)
+            for name in ("state.json", "connection.json", "nodes/w1.json")
+        ]
+    )
+    mirror.pull()
+    assert mirror.folder.state() == mirror.folder.last_words("w1") == mirror.folder.connection() == {"a": 1}
+    (mirror.place / "connection.json").unlink()
+    mirror.pull()
+    assert mirror.folder.connection() is None and mirror.folder.state() == {"a": 1}
+
+
+def test_logs_come_from_where_we_have_them(mirror: Mirror, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("heliostat.mirror.LARGEST", 1000)
+    mirror.push([])
+    data = os.urandom(2500)
+    for name in ("run.out", "odd name$(x).out"):
+        (mirror.place / "logs" / name).write_bytes(data)
+    for _ in range(3):
+        mirror.pull()
+    (mirror.place / "logs/run.out").open("ab").write(b"more")
+    mirror.pull()
+    assert (mirror.folder.logs / "run.out").read_bytes() == data + b"more"
+    assert (mirror.folder.logs / "odd name$(x).out").read_bytes() == data
+
+
+def test_a_nodes_own_logs_come_when_they_are_asked_for(mirror: Mirror) -> None:
+    mirror.push([(mirror.place / "logs/w1/ray.log", b"started", 0o600)])
+    mirror.pull()
+    assert not (mirror.folder.logs / "w1").exists()
+    mirror.pull("w1")
+    assert (mirror.folder.logs / "w1/ray.log").read_bytes() == b"started"
+
+
+@pytest.mark.parametrize("work", [False, True])
+def test_at_the_end_the_logs_come_home_and_only_results_stay(mirror: Mirror, work: bool) -> None:
+    names = [
+        "logs/w1/ray.log",
+        "logs/run.out",
+        "state.json",
+        "token",
+        "agent.pyz",
+        "script.sh",
+        "run.zip",
+        "requests/x.json",
+    ]
+    mirror.push(
+        [(mirror.place / name, b"x", 0o600) for name in [*names, *(["work/run/result.txt"] if work else [])]]
+    )
+    assert mirror.finish() == (f"{mirror.place}/work" if work else None)
+    left = [str(p.relative_to(mirror.place)) for p in mirror.place.rglob("*") if p.is_file()]
+    assert left == (["work/run/result.txt"] if work else []) and mirror.place.exists() == work
+    assert (mirror.folder.logs / "w1/ray.log").read_bytes() == b"x"
+
+
+@pytest.mark.parametrize("name", ["/etc/heliostat-evil", "../evil", "logs/../../evil"])
+def test_a_machine_that_lies_writes_nowhere_else(mirror: Mirror, tmp_path: Path, name: str) -> None:
+    import io
+    import tarfile
+
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        entry = tarfile.TarInfo(name)
+        entry.size = 4
+        archive.addfile(entry, io.BytesIO(b"evil"))
+    mirror._unpack(buffer.getvalue())
+    assert not list(tmp_path.rglob("evil")) and not Path("/etc/heliostat-evil").exists()
+
+
+def test_a_login_node_without_room(mirror: Mirror, far: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.rmtree(far / "home")
+    (far / "home").write_text("")
+    with pytest.raises(HeliostatError):
+        mirror.push([])
