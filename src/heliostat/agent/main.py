@@ -8,6 +8,7 @@ import os
 import secrets
 import shutil
 import signal
+import stat
 import sys
 import tempfile
 import time
@@ -59,7 +60,8 @@ def _sweep(parent: str) -> None:
         folder = os.path.join(parent, name)
         if name.startswith("hs-") and os.path.isfile(os.path.join(folder, "lock")):
             try:
-                if os.stat(folder).st_uid == os.getuid() and _lock(folder):
+                about = os.lstat(folder)  # a link is somebody's trick
+                if stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid() and _lock(folder):
                     shutil.rmtree(folder, ignore_errors=True)
             except OSError:
                 pass  # another is sweeping too
