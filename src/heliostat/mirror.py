@@ -11,7 +11,7 @@ import json
 import secrets
 import tarfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from heliostat.errors import HeliostatError
@@ -25,6 +25,18 @@ LARGEST = 1 << 20  # of one log at a time
 PLACE = ".heliostat/via"
 
 
+def pack(files: Mapping[str, bytes]) -> bytes:
+    """A tar of these; what is a script may be run."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        for name, data in files.items():
+            entry = tarfile.TarInfo(name)
+            entry.size, entry.mtime = len(data), int(time.time())
+            entry.mode = 0o700 if name.endswith(".sh") else 0o600
+            archive.addfile(entry, io.BytesIO(data))
+    return buffer.getvalue()
+
+
 class Mirror:
     def __init__(self, folder: ClusterFolder, host: Ssh, place: Path) -> None:
         self.folder, self.host, self.place = folder, host, place
@@ -32,16 +44,9 @@ class Mirror:
 
     def push(self, files: Iterable[tuple[Path, bytes, int]]) -> None:
         """Paths are of the other machine. One connection for all of them."""
-        buffer = io.BytesIO()
-        with tarfile.open(fileobj=buffer, mode="w") as archive:
-            for path, data, mode in files:
-                entry = tarfile.TarInfo(str(path.relative_to(self.place)))
-                entry.size, entry.mode, entry.mtime = len(data), mode, int(time.time())
-                archive.addfile(entry, io.BytesIO(data))
+        packed = pack({str(path.relative_to(self.place)): data for path, data, _ in files})
         script = 'umask 077; mkdir -p -- "$1/logs" && cd -- "$1" && tar -xf -'
-        done = self.host.run(
-            ["sh", "-c", script, "sh", str(self.place)], input=buffer.getvalue(), timeout=600
-        )
+        done = self.host.run(["sh", "-c", script, "sh", str(self.place)], input=packed, timeout=600)
         if done.code:
             because = done.err.strip()[-300:]
             raise HeliostatError(f"could not write `{self.place}` on `{self.host.target}`", because=because)

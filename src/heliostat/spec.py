@@ -222,7 +222,9 @@ class Head(Model):
 class Host(Model):
     """One machine that is reached over ssh. What is not said here is as `~/.ssh/config` has it."""
 
-    host: str = Field(..., min_length=1, description="what one would type after `ssh`: a name, user@name, an address")
+    host: str = Field(
+        ..., min_length=1, description="what one would type after `ssh`: a name, user@name, an address"
+    )
     name: Name | None = Field(None, description="the node's name; default: the first word of the host's")
     user: str | None = Field(None, description="who to log in as")
     port: Count | None = Field(None, ge=1, le=HIGHEST_PORT, description="the ssh server's port")

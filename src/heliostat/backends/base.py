@@ -57,7 +57,12 @@ class Order:
     config: Mapping[str, Any]
     python: str = sys.executable  # what runs the agent where the environment names nothing else
     group_options: Mapping[str, Any] = field(default_factory=dict)  # a group's own, in place of `options`
-    facts: Mapping[str, Any] = field(default_factory=dict)  # what `survey` saw
+    facts: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # what `survey` saw; of a running cluster also its head
+    files: Mapping[str, bytes] = field(
+        default_factory=dict
+    )  # what the agents need where they do not see our folder
 
 
 @dataclass(frozen=True)
@@ -84,6 +89,7 @@ class Observation:
     state: NodeState
     reason: str = ""
     word: str = ""
+    words: Mapping[str, Any] = field(default_factory=dict)  # the node's own last, where its file is not here
 
 
 @dataclass(frozen=True)
@@ -131,6 +137,10 @@ class Backend(Protocol):
 
     def cancel(self, handles: Sequence[Handle], host: Transport, *, now: bool = False) -> None:
         """Idempotent; returns when they are gone. Raises HeliostatError when something could not be stopped."""
+        ...
+
+    def bring_home(self, handles: Sequence[Handle], folder: Path) -> Sequence[str]:
+        """The end: logs that lie elsewhere come into this folder, and what was written there goes. What a person should know."""
         ...
 
     def reach(self, handle: Handle, host: Transport) -> Transport:

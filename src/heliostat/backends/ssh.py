@@ -6,40 +6,40 @@ the ssh session that started it, and ends with its cluster.
 
 from __future__ import annotations
 
-import base64
-import io
 import json
-import tarfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from heliostat.backends.base import Check, File, Handle, Observation, Order, Plan, Step
-from heliostat.errors import HeliostatError, PartlyDone, UsageError
+from heliostat.errors import HeliostatError, UsageError
+from heliostat.mirror import pack
+from heliostat.ssh import far
 from heliostat.states import NodeState
-from heliostat.transport import Local, Transport
 
 if TYPE_CHECKING:
     from heliostat.spec import ClusterSpec, Host, Member
-    from heliostat.ssh import Ssh
+    from heliostat.transport import Transport
 
 N = NodeState
-T = TypeVar("T")
+A = TypeVar("A")
+B = TypeVar("B")
 AT_ONCE = 32  # connections at a time
 START_S = 60.0  # for an agent to say its first word
 STOP_S = 60.0
+ASK_S = 20.0
 HERE = ("this machine", "localhost")  # no ssh to the machine that one is on
-PLACE = ".heliostat/ssh"  # below the home of the user there
 
 
 @dataclass(frozen=True)
 class Options:
     """The `ssh:` table of the file."""
 
-    python: str = "python3"
+    python: str = field(
+        default="python3", metadata={"help": "the Python of hosts whose environment names none"}
+    )
 
 
 class OverSsh:
@@ -51,7 +51,9 @@ class OverSsh:
     pace: ClassVar[tuple[float, float]] = (0.5, 10.0)
 
     def checks(self, spec: ClusterSpec | None, host: Transport) -> list[Check]:
-        return _in_parallel(_check, [m.host for m in _members(spec)]) if spec else []
+        from heliostat.spec import hosts
+
+        return _in_parallel(_check, hosts(spec)) if spec and spec.hosts else []
 
     def survey(self, options: Any, host: Transport) -> dict[str, Any]:
         return {}
@@ -65,7 +67,9 @@ class OverSsh:
         if not spec.hosts:
             raise UsageError("there are no `hosts`", hint="hosts: [zinc, ann@copper] in the file")
         if spec.autoscale is not None:
-            raise UsageError("`autoscale` has no meaning on `ssh`", because="these are all the machines there are")
+            raise UsageError(
+                "`autoscale` has no meaning on `ssh`", because="these are all the machines there are"
+            )
         files, steps = [], []
         for member in order.members:
             host = member.host
@@ -77,7 +81,10 @@ class OverSsh:
             )  # fmt: skip
             path = order.folder / f"start-{member.name}.sh"
             files.append(File(path, script.render(), 0o700))
-            config = {**self._config(order, member), "env": {**order.config["env"], **environment.env, **host.env}}
+            config = {
+                **self._config(order, member),
+                "env": {**order.config["env"], **environment.env, **host.env},
+            }
             steps.append(Step((*ssh_words(host), "bash", str(path)), (member.name,), config))
         return Plan(tuple(files), tuple(steps))
 
@@ -106,71 +113,189 @@ class OverSsh:
     def launch(self, plan: Plan, order: Order, host: Transport) -> Iterator[Handle]:
         """The head first, as far as it takes to know where it listens; then all others at once. A host that cannot be
         reached, or refuses, has a handle too: it says so when it is asked."""
-        texts = {file.path.name: file.text for file in plan.files}
-        hosts = {member.name: member.host for member in order.members}
-
-        def start(step: Step, head: Mapping[str, Any] | None) -> Handle:
-            node = step.nodes[0]
-            target = _target(hosts[node])
-            detail = {"ssh": list(ssh_words(hosts[node])), "folder": str(order.folder), "node": node,
-                      "mark": step.config["mark"], "role": step.config["role"]}  # fmt: skip
-            config = {**step.config, **({"head": dict(head)} if head else {})}
-            files = {"agent.pyz": order.agent.read_bytes(), f"start-{node}.sh": texts[f"start-{node}.sh"].encode(),
-                     f"config-{node}.json": json.dumps(config).encode(), **order.facts["files"]}  # fmt: skip
-            try:
-                done = target.run(["sh", "-c", _START, "sh", str(order.folder), node], input=_tar(files), timeout=START_S + 30)
-                answer = json.loads(done.out.strip().splitlines()[-1]) if done.out.strip() else {}
-                if done.code or not answer.get("pid"):
-                    words = done.err.strip().splitlines() or [done.saw()]
-                    return Handle(f"{node}.none", step.nodes, {**detail, "refused": words[-1][:300]})
-                return Handle(f"{node}.{answer['pid']}.{answer['start']}", step.nodes, {**detail, **answer})
-            except HeliostatError as error:
-                return Handle(f"{node}.none", step.nodes, {**detail, "refused": f"{error.what}: {error.because}"})
-
+        texts = {file.path.name: file.text.encode() for file in plan.files}
         first, *rest = plan.steps
         head: Mapping[str, Any] | None = order.facts.get("head")
         if first.config["role"] == "head":
-            handle = start(first, None)
+            handle = _start(order, first, texts, None)
             yield handle
             head = handle.detail.get("head")
-            if head is None:
-                return  # there is nothing to join; whoever looks sees why
         else:
             rest = [first, *rest]
-        yield from _in_parallel(lambda step: start(step, head), rest)
+        if head is None:  # there is nothing to join
+            refused = "the head did not start"
+            yield from (
+                Handle(f"{s.nodes[0]}.none", s.nodes, {**_detail(order, s), "refused": refused}) for s in rest
+            )
+            return
+        yield from _in_parallel(lambda step: _start(order, step, texts, head), rest)
 
     def strays(self, mark: str, table: Mapping[str, Any], host: Transport) -> list[Handle]:
-        return []
+        return []  # what is started is on record at once; a host that was cut off in between ends for want of its head
 
     # -- looking
 
     def observe(self, handles: Sequence[Handle], host: Transport) -> dict[str, Observation]:
         seen = dict(zip([h.native_id for h in handles], _in_parallel(_ask, handles), strict=True))
         heads = [seen[h.native_id] for h in handles if h.detail["role"] == "head"]
-        if all(o.state is N.ALLOCATED for o in heads):  # then the head knows more of a silent host than we do
+        if all(
+            one.state is N.ALLOCATED for one in heads
+        ):  # then the head knows more of a silent host than we do
             for job, one in seen.items():
                 if one.state is N.UNKNOWN:
                     seen[job] = replace(one, state=N.ALLOCATED)
         return seen
 
     def cancel(self, handles: Sequence[Handle], host: Transport, *, now: bool = False) -> None:
-        """Workers and head at once: each host ends its own, and verifies."""
-        failed = [words for words in _in_parallel(lambda h: _stop(h, now), handles) if words]
+        """Each host ends its own, all at once, and verifies."""
+        failed = [words for words in _in_parallel(lambda handle: _stop(handle, now), handles) if words]
         if failed:
-            raise PartlyDone(
+            raise HeliostatError(
                 "some hosts could not be told to stop",
                 because="; ".join(failed)[:400],
                 hint="their nodes end by themselves when their head is gone; the same command again verifies it",
             )
 
+    def bring_home(self, handles: Sequence[Handle], folder: Path) -> list[str]:
+        from heliostat.mirror import Mirror
+        from heliostat.store import ClusterFolder
+
+        def one(handle: Handle) -> str:
+            target = far(handle.detail["ssh"])
+            try:
+                work = Mirror(ClusterFolder(folder), target, Path(handle.detail["folder"])).finish()
+            except (HeliostatError, OSError, ValueError) as error:
+                return f"the logs of {handle.nodes[0]} stay on {target.target}: {error}"
+            return f"what the command wrote is on {target.target} in {work}" if work else ""
+
+        return [note for note in _in_parallel(one, [h for h in handles if "refused" not in h.detail]) if note]
+
     def reach(self, handle: Handle, host: Transport) -> Transport:
-        return Ssh_of(handle)
+        return far(handle.detail["ssh"])
 
 
 def ssh_words(host: Host | None) -> tuple[str, ...]:
-    """What one would type: `ssh -p 22 -i key -J jump user@host`."""
+    """What one would type: `ssh -p 22 -i key -J jump user@host`. Nothing: it is this machine."""
     assert host is not None
     if host.host in HERE:
         return ()
     options = [("-p", host.port), ("-i", host.key), ("-J", host.jump), ("-l", host.user)]
     return ("ssh", *(str(word) for pair in options if pair[1] for word in pair), host.host)
+
+
+def _detail(order: Order, step: Step) -> dict[str, Any]:
+    member = next(m for m in order.members if m.name == step.nodes[0])
+    return {
+        "ssh": list(ssh_words(member.host)),
+        "folder": str(order.folder),
+        "mark": step.config["mark"],
+        "role": step.config["role"],
+    }
+
+
+def _start(order: Order, step: Step, texts: Mapping[str, bytes], head: Mapping[str, Any] | None) -> Handle:
+    """One connection: the files go there, the agent is started, its first words come back."""
+    node, detail = step.nodes[0], _detail(order, step)
+    config = {**step.config, **({"head": dict(head)} if head else {})}
+    script = f"start-{node}.sh"
+    files = {script: texts[script], f"config-{node}.json": json.dumps(config).encode(), **order.files}
+    argv = ["sh", "-c", _START, "sh", str(order.folder), node, step.config["role"], step.config["mark"]]
+    try:
+        done = far(detail["ssh"]).run(argv, input=pack(files), timeout=START_S + 30)
+        answer = json.loads(done.out.strip().splitlines()[-1])
+    except HeliostatError as error:
+        return Handle(f"{node}.none", step.nodes, {**detail, "refused": f"{error.what}: {error.because}"})
+    except (ValueError, IndexError):
+        words = [line for line in done.err.splitlines() if line.strip()] or [done.saw()]
+        return Handle(f"{node}.none", step.nodes, {**detail, "refused": words[-1].strip()[:300]})
+    words = answer["words"]
+    mine = {key: words.get(key) for key in ("pid", "start", "temp", "executable")}
+    return Handle(
+        f"{node}.{words['pid']}.{words['start']}", step.nodes, {**detail, **mine, "head": answer["head"]}
+    )
+
+
+def _ask(handle: Handle) -> Observation:
+    if "refused" in handle.detail:
+        return Observation(N.FAILED, handle.detail["refused"])
+    detail = handle.detail
+    argv = ["sh", "-c", _LOOK, "sh", detail["folder"], handle.nodes[0], str(detail["pid"])]
+    try:
+        done = far(detail["ssh"]).run(argv, timeout=ASK_S)
+        started, _, words = done.out.partition("\n")
+        said = json.loads(words) if words.strip() else {}
+    except HeliostatError as error:
+        return Observation(N.UNKNOWN, f"{error.what}: {error.because}")
+    except ValueError:
+        return Observation(N.UNKNOWN, f"a strange answer: {done.out[:100]}")
+    lives = started == detail["start"]
+    return Observation(N.ALLOCATED if lives else N.GONE, "", words=said)
+
+
+def _stop(handle: Handle, now: bool) -> str:
+    """Words when it could not be done."""
+    detail = handle.detail
+    if "refused" in detail:
+        return ""
+    node = {key: detail.get(key) for key in ("pid", "start", "mark", "temp")}
+    request = json.dumps({"nodes": [node], "now": now, "seconds": STOP_S}).encode()
+    script = 'cd -- "$1" 2>/dev/null || { echo \'{"ok": true}\'; exit 0; }; exec "$2" agent.pyz stop'
+    target = far(detail["ssh"])
+    try:
+        done = target.run(
+            ["sh", "-c", script, "sh", detail["folder"], detail["executable"]],
+            input=request,
+            timeout=STOP_S + 60,
+        )
+        answer = json.loads(done.out)
+    except HeliostatError as error:
+        return f"{handle.nodes[0]}: {error.because or error.what}"
+    except ValueError:
+        return f"{handle.nodes[0]}: {done.err.strip()[-200:]}"
+    return "" if answer.get("ok") else f"{handle.nodes[0]}: still there: {answer.get('left')}"
+
+
+def _check(host: Host) -> Check:
+    """For `doctor`: can it be reached, and what is there?"""
+    words = "python3 --version 2>&1; nproc; uname -sr"
+    try:
+        done = far(ssh_words(host)).run(["sh", "-c", words], timeout=ASK_S)
+    except HeliostatError as error:
+        return Check(host.node, "fail", f"{error.what}: {error.because}", error.hint)
+    return Check(host.node, "ok" if done.code == 0 else "warn", ", ".join(done.out.split("\n")).strip(", "))
+
+
+def _in_parallel(do: Callable[[A], B], items: Sequence[A]) -> list[B]:
+    if not items:
+        return []
+    with ThreadPoolExecutor(min(AT_ONCE, len(items))) as pool:
+        return list(pool.map(do, items))
+
+
+# $1: the cluster's folder below the home; $2: the node; $3: its role; $4: its mark. On standard input: a tar of the files.
+_START = """
+umask 077
+mkdir -p -- "$1/logs/$2" "$1/nodes" && cd -- "$1" && tar -xf - || exit 1
+rm -f -- "nodes/$2.json"; [ "$3" = head ] && rm -f head.json
+HELIOSTAT_NODE=$4 setsid nohup bash "start-$2.sh" <"config-$2.json" >>"logs/$2/agent.log" 2>&1 &
+pid=$! i=0
+while [ $i -lt 600 ]; do
+  if [ -s "nodes/$2.json" ]; then [ "$3" != head ] || [ -s head.json ] && break; fi
+  kill -0 $pid 2>/dev/null || break
+  sleep 0.1; i=$((i + 1))
+done
+[ -s "nodes/$2.json" ] || { tail -n 3 "logs/$2/agent.log" >&2; exit 1; }
+head=null; [ -s head.json ] && head=$(tr -d '\\n' <head.json)
+printf '{"words": %s, "head": %s}\\n' "$(tr -d '\\n' <"nodes/$2.json")" "$head"
+"""
+# $3: a process. First line: when it started, as the kernel counts; then the node's own words
+_LOOK = """
+cd -- "$1" 2>/dev/null || { echo gone; exit 0; }
+f="nodes/$2.json"
+s=$(cat "/proc/$3/stat" 2>/dev/null); s=${s##*) }
+set -- $s
+case $1 in Z|"") echo gone ;; *) echo "${20}" ;; esac
+cat "$f" 2>/dev/null
+"""
+
+BACKEND = OverSsh()
