@@ -344,8 +344,10 @@ class Looking:
             return  # it was archived in this moment
         except DiskError:
             pass  # looking works on a full disk, and in a home that may only be read
-        for names, move in alike(moves, lambda move: move["node"], lambda move: (move["to"], move["reason"])):
-            self.emit(Event("move", f"{move['to']}", names, move))
+        groups = alike(moves, lambda move: move["node"], lambda move: (move["to"], move["reason"]))
+        told = {id(move): names for names, move in groups}
+        for move in moves:  # "names": all that move with it, on the first of them; a voice needs no more
+            self.emit(Event("move", f"{move['to']}", move["node"], {**move, "names": told.get(id(move), "")}))
 
     def find(self, name: str) -> View:
         return self.look(self.store.open(name))

@@ -117,12 +117,11 @@ class Output:
             self._progress(event)
         elif event.kind == "move":
             reason = event.detail.get("reason") or ""
-            if event.text not in TOLD and not self.verbose:
+            names = event.detail.get("names", event.node)
+            if not names or (event.text not in TOLD and not self.verbose):
                 return
             self.say(
-                f"{event.node}: {self.state(event.text.lower())}"
-                + (f", {reason}" if reason else "")
-                + self._age()
+                f"{names}: {self.state(event.text.lower())}" + (f", {reason}" if reason else "") + self._age()
             )
         elif event.kind == "note" or self.verbose:
             self.say(event.text)
