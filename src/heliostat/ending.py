@@ -183,8 +183,12 @@ class Ending(Looking):
                 job.update(
                     last[job["id"]], **({} if over else {"status": "STOPPED"})
                 )  # it ended with the cluster
-        mirror = self.mirror(view.folder, record)
-        if mirror:
+        backend, mirror = backends.load(record.site), self.mirror(view.folder, record)
+        if not backend.shares_files:
+            handles = [Handle.from_json(h) for h in record.handles]
+            for note in backend.bring_home(handles, view.folder.path):
+                self.emit(Event("note", note))
+        elif mirror:
             self._bring_home(mirror)
         try:
             with view.folder.lock():

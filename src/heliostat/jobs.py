@@ -183,7 +183,8 @@ class Jobs:
         """A command that was ended (by the time limit, by `stop`) did not just fail: say so."""
         live = folder.state()
         if (live.get("job") or {}).get("status") == "STOPPED":
-            reason = ((live.get("nodes") or {}).get("head") or {}).get("reason")
+            head = next((n.name for n in folder.record().nodes.values() if n.role == "head"), "head")
+            reason = ((live.get("nodes") or {}).get(head) or {}).get("reason")
             self.life.emit(Event("note", "the command was stopped" + (f": {reason}" if reason else "")))
 
     def _follow(self, folder: ClusterFolder, tail: Tail) -> int:

@@ -9,6 +9,7 @@ import json
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from heliostat.errors import DeadlineError, HeliostatError, Interrupted, NotFoun
 from heliostat.events import Event
 from heliostat.looking import View, alike
 from heliostat.states import TERMINAL, ClusterState, NodeState
-from heliostat.store import ClusterFolder, NodeRecord, Record, write_atomic
+from heliostat.store import ClusterFolder, NodeRecord, Record, read_json, write_atomic
 from heliostat.units import format_duration
 
 if TYPE_CHECKING:
@@ -184,26 +185,33 @@ class Lifecycle(Ending):
 
     def launch(self, folder: ClusterFolder, record: Record, order: Order, plan: Plan) -> None:
         """Writes the plan's files and starts its steps; each handle is on record the moment it exists. Under the lock."""
-        mirror = self.mirror(folder, record)
+        backend, mirror = backends.load(record.site), self.mirror(folder, record)
         for file in plan.files:
             write_atomic(folder.path / file.path.name, file.text, file.mode)
-        if mirror:
-            mirror.push(self._for_elsewhere(folder, mirror.place, order, plan))
-        for handle in backends.load(record.site).launch(plan, order, self.host_of(record)):
+        if (
+            not backend.shares_files and record.place
+        ):  # each machine has its own folder, and the site fills it
+            place = Path(record.place)
+            files = {str(p.relative_to(place)): d for p, d, _ in self._for_elsewhere(folder, place, order)}
+            order = replace(
+                order, files=files, facts={**order.facts, "head": read_json(folder.path / "head.json")}
+            )
+        elif mirror:
+            scripts = [(file.path, file.text.encode(), file.mode) for file in plan.files]
+            mirror.push([*scripts, *self._for_elsewhere(folder, mirror.place, order)])
+        for handle in backend.launch(plan, order, self.host_of(record)):
             record.handles.append(handle.to_json())
             for node in handle.nodes:
                 record.nodes[node].handle = handle.native_id
             folder.save(record)
 
     def _for_elsewhere(
-        self, folder: ClusterFolder, place: Path, order: Order, plan: Plan
+        self, folder: ClusterFolder, place: Path, order: Order
     ) -> Iterator[tuple[Path, bytes, int]]:
         """Whatever the agents need, where their folder is not ours: (path there, data, mode)."""
         for name in ("agent.pyz", "token"):
             if (folder.path / name).exists():
                 yield place / name, (folder.path / name).read_bytes(), 0o600
-        for file in plan.files:
-            yield file.path, file.text.encode(), file.mode
         command = order.config.get("command")
         if command and command.get("package"):
             from heliostat.workdir import pack

@@ -128,7 +128,6 @@ class Looking:
         self.emit = emit
         self.host: Transport = host or Local()
         self._asked: dict[Path, _Asked] = {}
-        self._hosts: dict[str, Ssh] = {}
         self._mirrors: dict[Path, Mirror] = {}
 
     # -- where the site is
@@ -138,9 +137,9 @@ class Looking:
         via = table.get("via")
         if not via:
             return self.host
-        from heliostat.ssh import Ssh
+        from heliostat.ssh import far
 
-        return self._hosts.setdefault(via, Ssh(via))
+        return far(("ssh", via))
 
     def host_of(self, record: Record) -> Transport:
         return self.host_for(record.spec.get(record.site) or {})
@@ -151,8 +150,15 @@ class Looking:
             return None
         from heliostat.mirror import Mirror
 
-        host = cast("Ssh", self.host_of(record))
-        return self._mirrors.setdefault(folder.path, Mirror(folder, host, Path(record.place)))
+        host = self.host_of(record)
+        if host is self.host:
+            gate = next((h["detail"] for h in record.handles if h["detail"].get("role") == "head"), None)
+            if gate is None or "refused" in gate:
+                return None  # nothing is there yet
+            from heliostat.ssh import far
+
+            host = far(gate["ssh"])
+        return self._mirrors.setdefault(folder.path, Mirror(folder, cast("Ssh", host), Path(record.place)))
 
     def refresh(self, folder: ClusterFolder, node: str | None = None) -> None:
         """Brings the files of a cluster that lies elsewhere up to date, with the logs of this node. Silence is told by
@@ -169,11 +175,13 @@ class Looking:
     def place_for(self, spec: ClusterSpec, mark: str) -> ClusterFolder:
         """Where the agents find the cluster's folder."""
         host = self.host_for(spec.sites.get(spec.on, {}))
-        if host is self.host:
+        if host is self.host and backends.load(spec.on).shares_files:
             return ClusterFolder(self.store.clusters / spec.cluster_name)
         from heliostat.mirror import PLACE
 
-        return ClusterFolder(cast("Ssh", host).home / PLACE / mark)
+        # where each machine has its own, it is below the home, whatever that is there
+        home = Path() if host is self.host else cast("Ssh", host).home
+        return ClusterFolder(home / PLACE / mark)
 
     def plan(
         self,
@@ -190,7 +198,7 @@ class Looking:
         if standalone:  # several of them may meet on one host, and none is on record
             mark = secrets.token_hex(8)
             place = ClusterFolder(self.store.home / "by-hand" / f"{spec.cluster_name}-{mark[:4]}")
-        if host is not self.host and command and not command.get("package"):
+        if place.path.parent.name == "via" and command and not command.get("package"):
             name = command.get("id", "run")
             there = {"cwd": str(place.path / "work" / name), "package": str(place.path / f"{name}.zip")}
             command = {**command, **there}
@@ -289,7 +297,9 @@ class Looking:
             {} if live.get("ended") else live.get("nodes") or {}
         )  # a head that is gone knows nothing any more
         told = table.get(node.name) or {}
-        words = folder.last_words(node.name) if needs_words(node, observation, told) else {}
+        words = dict(observation.words)
+        if not words and needs_words(node, observation, told):
+            words = folder.last_words(node.name)
         state, reason, since = judge(node, observation, told, words, wanted, alone)
         if state is N.FAILED and not words:  # what failed came before our agent
             # a batch job's own log is named by its id

@@ -32,11 +32,19 @@ HINTS = {
 }
 
 
-class Ssh:
-    """`target` is what one would type after `ssh`."""
+def far(words: Sequence[str]) -> Ssh:
+    """The machine that these words reach (`ssh -p 2222 zinc`); none: this one. One object a machine, so one connection."""
+    key = tuple(words)
+    if key not in _known:
+        _known[key] = Ssh(key[-1], key[1:-1]) if key else Here()
+    return _known[key]
 
-    def __init__(self, target: str) -> None:
-        self.target = target
+
+class Ssh:
+    """`target` and `options` are what one would type after `ssh`."""
+
+    def __init__(self, target: str, options: Sequence[str] = ()) -> None:
+        self.target, self.options = target, list(options)
         self._forwards: dict[tuple[str, int], tuple[str, int]] = {}
 
     @functools.cached_property
@@ -44,6 +52,7 @@ class Ssh:
         """ssh and its options. Whoever shares connections already goes on as they do."""
         base = [
             "ssh",
+            *self.options,
             "-o",
             "BatchMode=yes",
             "-o",
@@ -51,7 +60,7 @@ class Ssh:
             "-o",
             "ServerAliveInterval=15",
         ]
-        shown = Local().run(["ssh", "-G", self.target], timeout=20)
+        shown = Local().run(["ssh", *self.options, "-G", self.target], timeout=20)
         if shown.code != 0:
             raise self._lost(shown)
         said = dict(line.partition(" ")[::2] for line in shown.out.splitlines())
@@ -138,6 +147,22 @@ class Ssh:
                 stderr=subprocess.DEVNULL,
             )
         process.wait()
+
+
+class Here(Ssh):
+    """This machine, as if it were another: the same words, in the home."""
+
+    def __init__(self) -> None:
+        super().__init__("this machine")
+
+    def run(self, argv: Sequence[str], *, input: bytes = b"", timeout: float) -> Completed:
+        return Local().run(["sh", "-c", 'cd && exec "$@"', "sh", *argv], input=input, timeout=timeout)
+
+    def forward(self, host: str, port: int) -> tuple[str, int]:
+        return host, port
+
+
+_known: dict[tuple[str, ...], Ssh] = {}
 
 
 def _sockets() -> Path:

@@ -71,7 +71,7 @@ def do_node(config: Json) -> Json:
     """Runs a node to its end. This process only keeps: the node's life is a child, and when that ends, however it
     ends, the keeper ends every process that is left of it and removes its folder."""
     os.umask(0o077)
-    config = _mine(config)
+    config = _at_home(_mine(config))
     if "standalone" in config:
         _make_folder(config)
     os.environ[processes.MARK] = config["mark"]
@@ -115,6 +115,19 @@ def _mine(config: Json) -> Json:
     whole = json.dumps(config)  # as it came: what a node settles for itself is not meant for the others
     me = config["members"][place]
     return {**config, **me, "mark": "%s-%s" % (config["mark"], me["node"]), "whole": whole}
+
+
+def _at_home(config: Json) -> Json:
+    """Where each machine has a folder of its own, paths are below the home, whatever that is here."""
+    home = os.path.expanduser("~")
+    paths: Json = {key: os.path.join(home, config[key]) for key in ("folder", "token_path")}
+    command = config.get("command")
+    if command:
+        paths["command"] = {
+            **command,
+            **{k: os.path.join(home, command[k]) for k in ("cwd", "package") if k in command},
+        }
+    return {**config, **paths}
 
 
 def _make_folder(config: Json) -> None:

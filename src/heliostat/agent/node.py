@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import socket
+import sys
 import time
 from typing import Any, Callable, Dict, List, Optional
 
@@ -73,7 +74,12 @@ class Node:
     def last_words(self) -> None:
         """Our own file in the record: who we are, for `stop`, and how we ended, for whoever asks later."""
         me = {"node": self.name, "mark": self.config["mark"], "host": socket.gethostname(), "temp": self.temp}
-        me.update(pid=self.keeper, start=processes.start_time(self.keeper), **self.status())
+        me.update(
+            pid=self.keeper,
+            start=processes.start_time(self.keeper),
+            executable=sys.executable,
+            **self.status(),
+        )
         try:
             files.write_json(os.path.join(self.folder, "nodes", self.name + ".json"), me)
         except OSError:
@@ -139,7 +145,7 @@ class Node:
         want: Json = self.config["resources"]
         share, of = self.config.get("share") or (0, 1)
         if want.get("cpus") is None:
-            total = int(probe.cpus()["count"])
+            total = max(1, int(probe.cpus()["count"]) - int(want.get("leave_cpus") or 0))
             want["cpus"] = max(1, total // of + (1 if share < total % of else 0))
         if want.get("gpus") is None:
             want["gpus"] = self._gpus(share, of)
@@ -310,7 +316,9 @@ class Node:
 def mine(config: Json) -> bool:
     """Does the user's command run on this node?"""
     command = config.get("command")
-    return command is not None and command.get("on", "head") == config["node"]
+    return command is not None and (
+        command["on"] == config["node"] if "on" in command else config["role"] == "head"
+    )
 
 
 class Worker(Node):

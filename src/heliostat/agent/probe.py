@@ -182,7 +182,8 @@ def address(interface: Optional[str], default: str, root: str = "/") -> str:
     """The IP address that others are to know this host by.
 
     `interface` is the name of an interface, or a CIDR. Without it, `default` is "loopback", or "route": the
-    address on the default route, else the first that is not loopback (IPv4 before IPv6), else loopback.
+    address on the default route, else the first that is not loopback (IPv4 before IPv6), else loopback; or "ssh":
+    the one that ssh came in by, else the only one.
     ValueError, one line with all there is, when nothing that is up matches `interface`.
     """
     # Ray puts the outward address in place of 127.0.0.1; 127.0.0.2 stays, but only Linux has it by itself.
@@ -192,8 +193,15 @@ def address(interface: Optional[str], default: str, root: str = "/") -> str:
     found = interfaces()
     pairs: List[Tuple[Facts, str]] = [(one, ip) for one in found if one["up"] for ip in one["addresses"]]
     pairs.sort(key=lambda pair: ":" in pair[1])
+    outward = [(one["name"], ip) for one, ip in pairs if not one["loopback"]]
+    if interface is None and default == "ssh":
+        came = (os.environ.get("SSH_CONNECTION", "").split() + [""] * 4)[2]
+        known = [ip for _, ip in outward]
+        if came in known or len(known) == 1:
+            return came if came in known else known[0]
+        raise ValueError("which network? name it with `network: {interface: …}`; this host has %s"
+                         % ", ".join("%s %s" % pair for pair in outward))  # fmt: skip
     if interface is None:
-        outward = [(one["name"], ip) for one, ip in pairs if not one["loopback"]]
         routed = [ip for route in _default_routes(root) for name, ip in outward if name == route]
         return (routed + [ip for _, ip in outward] + [loopback])[0]
     chosen = [ip for one, ip in pairs if one["name"] == interface]

@@ -96,7 +96,7 @@ class OverSsh:
             "mark": f"{order.config['mark']}-{member.name}",
             "node": member.name,
             "role": member.role,
-            "address": {"interface": spec.network.interface, "default": "route"},
+            "address": {"interface": spec.network.interface, "default": "ssh"},
             "resources": {
                 "cpus": member.cpus,
                 "leave_cpus": member.host.leave_cpus,
