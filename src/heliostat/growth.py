@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from heliostat import backends, environment, planning
 from heliostat.backends.base import Handle
-from heliostat.errors import HeliostatError, UsageError
+from heliostat.errors import HeliostatError, NotFoundError, UsageError
 from heliostat.events import Event
 from heliostat.lifecycle import POLL_S, Lifecycle, in_words
 from heliostat.looking import View, make_move
@@ -84,6 +84,32 @@ def _let_go(life: Lifecycle, folder: ClusterFolder, record: Record, names: Seque
         gone = {h.native_id for h in whole}
         record.handles = [h for h in record.handles if h["native_id"] not in gone]
         folder.save(record)
+
+
+def restart_node(life: Lifecycle, name: str, node: str) -> View:
+    """One worker ends, after its work is drained as far as it can be, and is started anew."""
+    view = life.find(name)
+    life.must_be_up(view)
+    folder, known = view.folder, view.record.nodes
+    if node not in known:
+        raise NotFoundError(f"`{name}` has no node `{node}`", because=f"it has {', '.join(known)}")
+    if known[node].role == "head":
+        raise UsageError(f"`{node}` is the head of `{name}`", hint=f"heliostat restart {name}")
+    if known[node].guest:
+        raise UsageError(f"`{node}` came with a `join`, and ends with it")
+    with folder.lock():
+        record = folder.record()
+        if record.nodes[node].state not in (*TERMINAL, N.STOPPING):
+            folder.append(make_move(record.nodes[node], N.STOPPING, "restarted"))
+            folder.save(record)
+    kept = record.nodes[node]
+    _let_go(life, folder, record, [node])
+    with folder.lock():
+        record = folder.record()
+        record.nodes[node] = NodeRecord(node, kept.role, kept.group, since=time.time())
+        folder.save(record)
+    life.launch_missing(folder)
+    return life.settle(folder)
 
 
 def join(life: Lifecycle, name: str, spec: ClusterSpec, command: dict[str, Any] | None) -> tuple[View, str]:

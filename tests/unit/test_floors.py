@@ -36,7 +36,7 @@ FLOORS: dict[str, float] = {
     **dict.fromkeys(("doctor", "jobs"), 3.7),
     "planning": 2.5,  # what is to be done; decided there, done by whoever is above
     "environment": 2.7,
-    **dict.fromkeys(("growth", "report"), 3.5),
+    **dict.fromkeys(("growth", "nodes", "report"), 3.5),
     # faces
     "cli": 4,
     "console": 4,

@@ -147,6 +147,7 @@ class Head(Node):
         self.hub = hub.Hub(self.secret, self.heard, self.lost, self.silent_s, block.ports["dashboard"])
         await self.hub.start(self.ip, block.ports["hub"])
         place = {"id": self.config["id"], "ip": self.ip, "gcs": block.ports["gcs"], "hub": block.ports["hub"]}
+        place.update(ray=self.info["ray"], python=self.info["python"])
         place["job"] = os.environ.get("SLURM_JOB_ID") or os.environ.get("PBS_JOBID")
         files.write_json(self._path("head.json"), place)
 

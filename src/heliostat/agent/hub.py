@@ -151,6 +151,7 @@ class Link:
         self.secret, self.node, self.silent_s = secret, node, silent_s
         self.find, self.status, self.on_message = find, status, on_message
         self.writer: Optional[asyncio.StreamWriter] = None
+        self.error = ""  # why there is no connection
         self.heard = asyncio.get_running_loop().time()  # when the head was last there
 
     def say(self) -> None:
@@ -161,8 +162,8 @@ class Link:
         while True:
             try:
                 await self._talk()
-            except (OSError, ValueError, asyncio.TimeoutError, asyncio.LimitOverrunError):
-                pass
+            except (OSError, ValueError, asyncio.TimeoutError, asyncio.LimitOverrunError) as error:
+                self.error = str(error) or type(error).__name__
             self.writer = None
             await asyncio.sleep(0.25)
 

@@ -19,6 +19,7 @@ from .runtime import Refused
 
 Json = Dict[str, Any]
 OLDEST_WITH_TOKENS = (2, 52)
+REACH_S = 20.0  # for a head that is known to be up to answer
 LEAST_STORE = 80 << 20  # Ray refuses a smaller object store
 
 
@@ -156,8 +157,13 @@ class Node:
             if want["object_store"] > shm["free_bytes"]:
                 raise Refused("an object store of %d MiB does not fit in /dev/shm, which has %d MiB free"
                               % (want["object_store"] >> 20, shm["free_bytes"] >> 20))  # fmt: skip
-        elif of > 1 or memory["why"] != "machine" or want.get("memory"):
-            # Ray would size itself by the whole machine
+        elif (
+            of > 1
+            or memory["why"] != "machine"
+            or want.get("memory")
+            or 0.3 * whole > 0.9 * shm["free_bytes"]
+        ):
+            # Ray would size itself by the whole machine, and go to a slow disk where that does not fit
             store = min(int(0.3 * (want.get("memory") or whole)), int(0.9 * shm["free_bytes"] / of))
             want["object_store"] = max(LEAST_STORE, store)
         if shm["free_bytes"] < LEAST_STORE:
@@ -369,11 +375,30 @@ class Worker(Node):
                 asyncio.ensure_future(self.link.run()),
                 asyncio.ensure_future(self._orphaned()),
             ]
+        began = time.monotonic()
         while True:  # an open port is not readiness, but before it there is nothing to join
             head = self.find_head()
             if head and self.link.writer and await port_open(head["ip"], head["gcs"]):
+                self.check_same(head)
                 return head
+            if self.config.get("head") and not self.link.writer and time.monotonic() - began > REACH_S:
+                raise Refused(
+                    "the head at %s cannot be reached from %s (%s); on the head's host: sudo ufw allow from %s"
+                    % (join(head["ip"], head["hub"]), self.ip, self.link.error or "no answer", self.ip)  # type: ignore[index]
+                )
             await asyncio.sleep(0.1)
+
+    def check_same(self, head: Json) -> None:
+        """Ray refuses to join what differs, in words that name no host."""
+        ours, theirs = (str(self.info["python"]), str(head.get("python") or self.info["python"]))
+        if head.get("ray") and head["ray"] != self.info["ray"]:
+            raise Refused(
+                "Ray %s is here, %s on the head: they must be the same" % (self.info["ray"], head["ray"])
+            )
+        if version_tuple(ours) != version_tuple(theirs):
+            raise Refused(
+                "Python %s is here, %s on the head: their first two numbers must be the same" % (ours, theirs)
+            )
 
     async def _orphaned(self) -> None:
         """A head that does not come back takes its workers with it."""

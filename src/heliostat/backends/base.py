@@ -16,7 +16,7 @@ from heliostat.states import NodeState
 
 if TYPE_CHECKING:
     from heliostat.spec import ClusterSpec, Member
-    from heliostat.transport import Transport
+    from heliostat.transport import Completed, Transport
 
 
 @dataclass(frozen=True)
@@ -137,6 +137,10 @@ class Backend(Protocol):
 
     def cancel(self, handles: Sequence[Handle], host: Transport, *, now: bool = False) -> None:
         """Idempotent; returns when they are gone. Raises HeliostatError when something could not be stopped."""
+        ...
+
+    def execute(self, node: str, handle: Handle, argv: Sequence[str], host: Transport) -> Completed:
+        """The command on that node, to its end."""
         ...
 
     def bring_home(self, handles: Sequence[Handle], folder: Path) -> Sequence[str]:

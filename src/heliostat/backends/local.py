@@ -16,9 +16,10 @@ from heliostat.transport import process_start
 
 if TYPE_CHECKING:
     from heliostat.spec import ClusterSpec
-    from heliostat.transport import Spawner, Transport
+    from heliostat.transport import Completed, Spawner, Transport
 
 STOP_S = 60.0
+RUN_S = 86400.0
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,9 @@ class Local:
                 because=f"still there: {left}" if "left" in answer else done.err.strip()[-300:],
                 saw=done.saw(),
             )
+
+    def execute(self, node: str, handle: Handle, argv: Sequence[str], host: Transport) -> Completed:
+        return host.run(argv, timeout=RUN_S)
 
     def bring_home(self, handles: Sequence[Handle], folder: Path) -> list[str]:
         return []  # it is here already

@@ -20,7 +20,7 @@ from heliostat.units import count, format_duration
 
 if TYPE_CHECKING:
     from heliostat.spec import ClusterSpec
-    from heliostat.transport import Transport
+    from heliostat.transport import Completed, Transport
 
 N = NodeState
 DAY_S = 86400
@@ -331,6 +331,13 @@ class Slurm:
             time.sleep(pause)
             pause = min(2.0, pause * 1.3)
         return True
+
+    def execute(self, node: str, handle: Handle, argv: Sequence[str], host: Transport) -> Completed:
+        """A step of the node's own job, on its machine."""
+        place = str(handle.nodes.index(node))
+        step = ["srun", f"--jobid={handle.native_id}", *_where(_of([handle])), "--overlap", "--mpi=none", f"--relative={place}",
+                "--nodes=1", "--ntasks=1", "--cpu-bind=none"]  # fmt: skip
+        return host.run([*step, *argv], timeout=DAY_S)
 
     def bring_home(self, handles: Sequence[Handle], folder: Path) -> list[str]:
         return []  # it is here already

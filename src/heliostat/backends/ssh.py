@@ -21,7 +21,7 @@ from heliostat.states import NodeState
 
 if TYPE_CHECKING:
     from heliostat.spec import ClusterSpec, Host, Member
-    from heliostat.transport import Transport
+    from heliostat.transport import Completed, Transport
 
 N = NodeState
 A = TypeVar("A")
@@ -30,6 +30,7 @@ AT_ONCE = 32  # connections at a time
 START_S = 60.0  # for an agent to say its first word
 STOP_S = 60.0
 ASK_S = 20.0
+RUN_S = 86400.0
 HERE = ("this machine", "localhost")  # no ssh to the machine that one is on
 
 
@@ -156,6 +157,9 @@ class OverSsh:
                 hint="their nodes end by themselves when their head is gone; the same command again verifies it",
             )
 
+    def execute(self, node: str, handle: Handle, argv: Sequence[str], host: Transport) -> Completed:
+        return far(handle.detail["ssh"]).run(argv, timeout=RUN_S)
+
     def bring_home(self, handles: Sequence[Handle], folder: Path) -> list[str]:
         from heliostat.mirror import Mirror
         from heliostat.store import ClusterFolder
@@ -166,7 +170,8 @@ class OverSsh:
                 work = Mirror(ClusterFolder(folder), target, Path(handle.detail["folder"])).finish()
             except (HeliostatError, OSError, ValueError) as error:
                 return f"the logs of {handle.nodes[0]} stay on {target.target}: {error}"
-            return f"what the command wrote is on {target.target} in {work}" if work else ""
+            told = work and handle.detail["role"] == "head"
+            return f"what the command wrote is on {target.target} in ~/{work}" if told else ""
 
         return [note for note in _in_parallel(one, [h for h in handles if "refused" not in h.detail]) if note]
 

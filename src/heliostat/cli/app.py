@@ -34,6 +34,7 @@ VERBS = {
     "scale": "change the number of worker nodes",
     "down": "end clusters and give the machines back",
     "restart": "end a cluster and start it anew",
+    "exec": "run a command on every node",
     "dashboard": "open the Ray dashboard in a browser",
     "env": "print export lines for a shell",
     "doctor": "say what is wrong and what to type",

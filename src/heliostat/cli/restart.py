@@ -12,11 +12,18 @@ from heliostat.lifecycle import Lifecycle
 
 @click.command()
 @click.argument("cluster", type=CLUSTER)
+@click.option("--node", metavar="NAME", help="only this worker")
 @common
 @click.pass_obj
-def command(out: Output, /, cluster: str) -> None:
+def command(out: Output, /, cluster: str, node: str | None) -> None:
     """Ends a cluster and starts it anew, as it was asked for. It gets a new token and new ports."""
-    view = Lifecycle(emit=out.emit).restart(cluster)
+    life = Lifecycle(emit=out.emit)
+    if node:
+        from heliostat.growth import restart_node
+
+        view = restart_node(life, cluster, node)
+    else:
+        view = life.restart(cluster)
     if out.json:
         return out.document(summary(view))
     banner(out, view)

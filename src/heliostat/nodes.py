@@ -1,0 +1,43 @@
+"""Something done on the nodes of a running cluster, all at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from heliostat import backends
+from heliostat.backends.base import Handle
+from heliostat.errors import HeliostatError, NotFoundError
+from heliostat.states import NodeState
+from heliostat.transport import Completed
+
+if TYPE_CHECKING:
+    from heliostat.lifecycle import Lifecycle
+
+AT_ONCE = 32
+RUN_S = 24 * 3600.0  # a person ends it with Ctrl-C
+
+
+def run(life: Lifecycle, name: str, argv: Sequence[str], node: str | None = None) -> dict[str, Completed]:
+    """What the command said on each node that is there (or on this one), by the node's name."""
+    view = life.find(name)
+    life.must_be_up(view)
+    record = view.record
+    if node is not None and node not in record.nodes:
+        raise NotFoundError(f"`{name}` has no node `{node}`", because=f"it has {', '.join(record.nodes)}")
+    handles = {h["native_id"]: Handle.from_json(h) for h in record.handles}
+    there = [n for n in record.nodes.values() if n.state is NodeState.READY and node in (None, n.name)]
+    if not there:
+        raise HeliostatError(f"no node of `{name}` is ready", hint=f"heliostat status {name}")
+    backend, host = backends.load(record.site), life.host_of(record)
+
+    def one(names: str, handle: Handle) -> Completed:
+        try:
+            return backend.execute(names, handle, argv, host)
+        except HeliostatError as error:
+            return Completed(tuple(argv), 255, "", f"{error.what}: {error.because}\n")
+
+    with ThreadPoolExecutor(min(AT_ONCE, len(there))) as pool:
+        done = pool.map(lambda n: one(n.name, handles[str(n.handle)]), there)
+    return dict(zip([n.name for n in there], done, strict=True))
