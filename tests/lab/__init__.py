@@ -54,7 +54,8 @@ class Lab:
             "LAB_OPEN": str(Path(sys.base_prefix).resolve()),
             **variables,
         }
-        self.home = ROOT / "home" / USER
+        # of the login node, as this machine sees it
+        self.home = ROOT / ("nodes/ctl/home" if variables.get("LAB_HOMES") == "1" else f"home/{USER}")
         self.python = sys.executable
 
     def _lab(self, *words: str, timeout: float = 120, input: str | None = None) -> Done:

@@ -1,0 +1,257 @@
+"""Machines over ssh: three hosts with sshd that share nothing, and a fourth to work from. One lab for the module.
+
+Where Ray itself is not looked at, it is the stand-in of `faults.py`, which is ready at once."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from lab import NET, ROOT, USER, Done, Lab, wait_for
+from real.faults import fake_ray, four_lines
+
+pytestmark = [pytest.mark.needs_slurm, pytest.mark.needs_ray]
+
+HELLO = """
+import os, sys, ray
+ray.init(logging_level="ERROR")
+alive = [n for n in ray.nodes() if n["Alive"]]
+print("nodes", sorted(n["NodeName"] for n in alive), "cpus", {n["NodeName"]: n["Resources"].get("CPU", 0) for n in alive})
+print("labels", {n["NodeName"]: n["Labels"].get("kind") for n in alive}, "args", sys.argv[1:])
+print("beside", open("beside.txt").read())
+sys.exit(int(os.environ.get("CODE", "0")))
+"""
+
+
+@pytest.fixture(scope="module")
+def lab() -> Iterator[Lab]:
+    with Lab(3, LAB_HOMES="1") as made:
+        fake_ray(ROOT / "shared/fake")
+        made.put("hello.py", HELLO)
+        made.put("beside.txt", "me")
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(lab: Lab) -> Iterator[None]:
+    """After each test: no cluster, and on no host a process of ours, a folder, or a token."""
+    yield
+    for host in ("n1", "n2", "n3"):
+        lab.heal(host)
+        lab.boot(host)
+    clusters = json.loads(lab.heliostat("ls", "--json").out)["clusters"]
+    for cluster in clusters:
+        lab.heliostat("down", cluster["name"], "--now")
+    assert not clusters, f"clusters that live on: {clusters}"
+    for host in ("n1", "n2", "n3", "ctl"):
+        wait_for(f"nothing of ours on {host}", lambda host=host: not lab.left_on(host))
+        assert not list((ROOT / "nodes" / host / "home/.heliostat").rglob("token")), host
+
+
+def ok(done: Done) -> Done:
+    assert done.rc == 0, f"rc {done.rc}\n{done.out}\n{done.err}"
+    return done
+
+
+def write(lab: Lab, fake: bool = True, **more: Any) -> str:
+    """lab.yaml; what is given comes on top of three plain hosts."""
+    path = f"export PATH={lab.python.rpartition('/')[0]}:$PATH"
+    environment = {"venv": str(ROOT / "shared/fake")} if fake else {"setup": [path]}
+    base = {
+        "on": "ssh",
+        "name": "lab",
+        "hosts": ["n1", "n2", "n3"],
+        "network": {"patience": "6s"},
+        "environment": environment,
+    }
+    lab.put("lab.yaml", json.dumps({**base, **more}))
+    return "lab.yaml"
+
+
+def status(lab: Lab) -> dict[str, Any]:
+    said = json.loads(ok(lab.heliostat("status", "lab", "--json")).out)
+    return {"state": said["state"], **{n["name"]: (n["state"], n["reason"]) for n in said["nodes"]}}
+
+
+def becomes(lab: Lab, what: str, check: Any, seconds: float = 120) -> dict[str, Any]:
+    last: dict[str, Any] = {}
+
+    def look() -> bool:
+        last.clear()
+        last.update(status(lab))
+        return bool(check(last))
+
+    try:
+        wait_for(what, look, seconds)
+    except AssertionError:
+        raise AssertionError(f"{what}; last seen: {last}") from None
+    return last
+
+
+# -- a day's work, on real Ray
+
+
+def test_a_cluster_of_three_machines(lab: Lab) -> None:
+    """up, status, submit, exec, logs, one node restarted, down."""
+    hosts = [
+        "n1",
+        {"host": "n2", "name": "zinc", "cpus": 2},
+        {"host": f"{USER}@n3", "labels": {"kind": "small"}},
+    ]
+    file = write(lab, fake=False, hosts=hosts, head={"host": "n1", "work": False}, cpus_per_node=1)
+    done = ok(lab.heliostat("up", file))
+    assert done.out.startswith(f"{NET}.1:")
+    assert status(lab)["state"] == "ready" and list(status(lab)) == ["state", "n1", "zinc", "n3"]
+    done = ok(
+        lab.heliostat("submit", "lab", "--wait", "--working-dir", ".", "--", "python", "hello.py", "a b")
+    )
+    assert "nodes ['n1', 'n3', 'zinc']" in done.out and "'n1': 0" in done.out and "'zinc': 2.0" in done.out
+    assert "'n3': 'small'" in done.out and "args ['a b']" in done.out and "beside me" in done.out
+    done = lab.heliostat("exec", "lab", "--", "sh", "-c", "hostname; echo $((6 * 7)); [ $(hostname) != n2 ]")
+    assert done.rc == 1 and sorted(done.out.split("\n"))[1:] == [
+        "n1   | 42", "n1   | n1", "n3   | 42", "n3   | n3", "zinc | 42", "zinc | n2",
+    ]  # fmt: skip
+    assert "==> ray.log <==" in ok(lab.heliostat("logs", "lab", "n1")).out
+    ok(lab.heliostat("restart", "lab", "--node", "zinc"))
+    assert status(lab)["state"] == "ready"
+    assert "is up already" in ok(lab.heliostat("up", file)).err
+    ok(lab.heliostat("scale", "lab", "1"))
+    assert list(status(lab)) == ["state", "n1", "zinc"]
+    ok(lab.heliostat("down", "lab"))
+    assert "==> ray.log <==" in ok(lab.heliostat("logs", "lab", "zinc")).out, "its logs have come home"
+
+
+def test_run(lab: Lab) -> None:
+    done = lab.heliostat(
+        "run", "-f", write(lab, fake=False, cpus_per_node=1), "hello.py", "x", env={"CODE": "7"}
+    )
+    assert done.rc == 0 and "nodes ['n1', 'n2', 'n3']" in done.out and "beside me" in done.out, done.err
+    assert "what the command wrote is on n1" in done.err
+
+
+# -- machines that fail
+
+
+def test_a_machine_that_is_down(lab: Lab) -> None:
+    file = write(lab)
+    lab.kill("n2")
+    done = lab.heliostat("up", file)
+    assert done.rc == 3, done.err
+    said = four_lines(done.err)
+    assert "2 of the 3 nodes" in said["error"] and "n2: could not reach `n2` over ssh" in said["because"], (
+        done.err
+    )
+    assert status(lab)["state"] == "partial"
+    lab.boot("n2")
+    wait_for("its sshd", lambda: lab.run("ssh", "n2", "true").rc == 0)
+    ok(lab.heliostat("up", file))
+    assert status(lab)["state"] == "ready", "the same command adds what came back"
+    lab.kill("n3")
+    becomes(lab, "n3 is lost", lambda now: now["n3"][0] == "LOST")
+    lab.boot("n3")
+    wait_for("its sshd", lambda: lab.run("ssh", "n3", "true").rc == 0)
+    ok(lab.heliostat("up", file))
+    assert status(lab)["state"] == "ready"
+    ok(lab.heliostat("down", "lab"))
+
+
+def test_the_heads_machine_goes_for_good(lab: Lab) -> None:
+    ok(lab.heliostat("up", write(lab)))
+    lab.kill("n1")
+    for host in ("n2", "n3"):
+        wait_for(f"{host} ends by itself", lambda host=host: not lab.left_on(host))
+    done = lab.heliostat("down", "lab")
+    assert done.rc == 1 and "n1" in four_lines(done.err)["because"], done.err
+    lab.boot("n1")
+    wait_for("its sshd", lambda: lab.run("ssh", "n1", "true").rc == 0)
+    ok(lab.heliostat("down", "lab"))
+
+
+def test_a_cut_cable(lab: Lab) -> None:
+    ok(lab.heliostat("up", write(lab)))
+    lab.cut("n2")
+    becomes(lab, "n2 is lost", lambda now: now["n2"][0] == "LOST")
+    lab.heal("n2")
+    becomes(lab, "n2 is back, or has ended", lambda now: now["n2"][0] in ("READY", "FAILED"))
+    lab.cut("n3")
+    done = lab.heliostat("down", "lab")
+    assert done.rc == 1 and "n3" in four_lines(done.err)["because"], done.err
+    lab.heal("n3")
+    ok(lab.heliostat("down", "lab"))
+
+
+# -- machines that let nobody in
+
+
+@pytest.mark.parametrize(
+    "host, more, said",
+    [
+        ({"host": "nowhere.invalid"}, {}, "could not reach `nowhere.invalid` over ssh"),
+        ({"host": "daemon@n2"}, {}, "Permission denied"),
+        ({"host": "n2", "port": 2222}, {}, "Connection refused"),
+        ({"host": "n2", "environment": {"venv": "/nowhere"}}, {}, "/nowhere/bin/activate"),
+        ({"host": "n2", "environment": {"setup": ["module load nosuch || exit 1"]}}, {}, "module"),
+    ],
+)
+def test_a_machine_that_cannot_be_used(
+    lab: Lab, host: dict[str, Any], more: dict[str, Any], said: str
+) -> None:
+    done = lab.heliostat("up", write(lab, hosts=["n1", host], **more))
+    assert done.rc == 3 and said in four_lines(done.err)["because"], done.err
+    ok(lab.heliostat("down", "lab"))
+
+
+def test_an_unknown_and_a_changed_host_key(lab: Lab) -> None:
+    config = lab.home / ".ssh/config"
+    before = config.read_text()
+    try:
+        config.write_text("UserKnownHostsFile ~/.ssh/known\n")
+        done = lab.heliostat("up", write(lab))
+        assert done.rc == 1 and "ssh n1 once by hand" in done.err, done.err
+        assert "Host key verification failed" in done.err
+    finally:
+        config.write_text(before)
+
+
+def test_a_login_shell_that_talks(lab: Lab) -> None:
+    profile = ROOT / "nodes/n2/home/.bash_profile"
+    profile.write_text("echo '*** Welcome to n2 ***'; echo quota exceeded >&2; cd /tmp\n")
+    try:
+        ok(lab.heliostat("up", write(lab)))
+        assert status(lab)["state"] == "ready"
+        ok(lab.heliostat("down", "lab"))
+    finally:
+        profile.unlink()
+
+
+def test_two_people_at_the_same_second(lab: Lab) -> None:
+    """The same hosts, the same moment: each has a cluster, and neither ends the other's."""
+    file = write(lab)
+    both = [lab.start("up", file, "--name", name) for name in ("one", "two")]
+    for going in both:
+        _, err = going.communicate(timeout=300)
+        assert going.returncode == 0, err
+    ok(lab.heliostat("down", "one"))
+    said = json.loads(ok(lab.heliostat("status", "two", "--json")).out)
+    assert said["state"] == "ready"
+    ok(lab.heliostat("down", "two"))
+
+
+def test_ssh_is_cut_while_it_starts(lab: Lab) -> None:
+    gate = ROOT / "shared/gate"
+    going = lab.start(
+        "up", write(lab, environment={"venv": str(ROOT / "shared/fake"), "env": {"GATE": str(gate)}})
+    )
+    wait_for("agents on n3", lambda: lab.left_on("n3"))
+    lab.cut("n3")
+    time.sleep(1)
+    gate.write_text("")
+    _, err = going.communicate(timeout=300)
+    gate.unlink()
+    assert going.returncode == 3 and "n3" in four_lines(err)["because"], err
+    lab.heal("n3")
+    ok(lab.heliostat("down", "lab"))
