@@ -122,7 +122,7 @@ def test_the_second_up_leaves_the_cluster_to_the_first(
     words = [*VERBS["up"], "--venv", venv]
     first = start(*words, GATE=str(tmp_path / "gate"))
     until(lambda: node_state(home) == "STARTING", "a start")
-    second = start(*words, program=touching("_settle", tmp_path / "waits"))
+    second = start(*words, program=touching("settle", tmp_path / "waits"))
     until((tmp_path / "waits").exists, "the second")
     second.send(signal.SIGINT)
     said = refused(second.end(), 130)
