@@ -15,6 +15,7 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from heliostat.errors import HeliostatError
@@ -72,15 +73,15 @@ class Ssh:
     def run(self, argv: Sequence[str], *, input: bytes = b"", timeout: float) -> Completed:
         """In a login shell: a scheduler's commands are often found only there. What its start files print is cut off."""
         mark = f"heliostat-{secrets.token_hex(8)}"
-        inner = f'echo {mark}; exec "$@"'
+        inner = f'cd; echo {mark}; exec "$@"'
         words = quote(["bash", "-lc", inner, "bash", *argv])
         done = Local().run(
             [*self.command, "--", self.target, words], input=input, timeout=timeout + CONNECT_S
         )
         before, found, out = done.out.partition(f"{mark}\n")
-        if done.code == LOST and not found:
-            raise self._lost(done)
-        return Completed(tuple(argv), done.code, out if found else before, done.err)
+        if not found:  # ssh did not get there, or the login shell did not get to our words
+            raise self._lost(replace(done, err=done.err if done.err.strip() else before))
+        return Completed(tuple(argv), done.code, out, done.err)
 
     def _lost(self, done: Completed) -> HeliostatError:
         words = [line.strip() for line in done.err.splitlines() if line.strip()]

@@ -169,11 +169,12 @@ class OverSsh:
             try:
                 work = Mirror(ClusterFolder(folder), target, Path(handle.detail["folder"])).finish()
             except (HeliostatError, OSError, ValueError) as error:
-                return f"the logs of {handle.nodes[0]} stay on {target.target}: {error}"
+                there = "refused" not in handle.detail
+                return f"the logs of {handle.nodes[0]} stay on {target.target}: {error}" if there else ""
             told = work and handle.detail["role"] == "head"
             return f"what the command wrote is on {target.target} in ~/{work}" if told else ""
 
-        return [note for note in _in_parallel(one, [h for h in handles if "refused" not in h.detail]) if note]
+        return [note for note in _in_parallel(one, handles) if note]
 
     def reach(self, handle: Handle, host: Transport) -> Transport:
         return far(handle.detail["ssh"])
@@ -209,7 +210,9 @@ def _start(order: Order, step: Step, texts: Mapping[str, bytes], head: Mapping[s
         done = far(detail["ssh"]).run(argv, input=pack(files), timeout=START_S + 30)
         answer = json.loads(done.out.strip().splitlines()[-1])
     except HeliostatError as error:
-        return Handle(f"{node}.none", step.nodes, {**detail, "refused": f"{error.what}: {error.because}"})
+        return Handle(
+            f"{node}.none", step.nodes, {**detail, "refused": f"{error.what}: {error.because}; {error.hint}"}
+        )
     except (ValueError, IndexError):
         words = [line for line in done.err.splitlines() if line.strip()] or [done.saw()]
         return Handle(f"{node}.none", step.nodes, {**detail, "refused": words[-1].strip()[:300]})
