@@ -12,10 +12,11 @@ done
 [ -n "$missing" ] || exit 0
 
 echo "installing$missing with apt-get ..."
-export DEBIAN_FRONTEND=noninteractive
+# RUNLEVEL: no package starts its daemon here; the lab starts its own
+export DEBIAN_FRONTEND=noninteractive RUNLEVEL=1
 install() {
     # shellcheck disable=SC2086  # package names have no spaces
-    apt-get install -y -qq --no-install-recommends $missing
+    apt-get -o DPkg::Lock::Timeout=600 install -y -qq --no-install-recommends $missing
 }
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT

@@ -238,7 +238,8 @@ class Node:
     async def start_others(self) -> None:
         """In a batch job the first node starts the agents of the rest, in one step. They end with the cluster."""
         whole = os.path.join(self.temp, "others.json")
-        files.write_json(whole, {**json.loads(self.config["whole"]), "others": None})
+        staged = {"stage": self.config["stage"]} if self.config.get("stage") else {}  # where its copy came to
+        files.write_json(whole, {**json.loads(self.config["whole"]), "others": None, **staged})
         log = os.path.join(self.logs, "step.log")
         with open(whole) as config, open(log, "ab") as out:
             step = await asyncio.create_subprocess_exec(

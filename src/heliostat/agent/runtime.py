@@ -111,7 +111,7 @@ class Staged(Own):
         self.clean = [*cast["remove"], copy]
         code, said = await _run([*cast["copy"], self.stage["archive"], copy])
         if code == 0:
-            self.stage["copy"] = copy  # the other nodes' config says so too
+            self.stage["copy"] = copy  # the other nodes are told
             return
         sys.stderr.write("the archive was not broadcast, every node reads it: %s\n" % said)
         await self.unshare()
