@@ -77,6 +77,7 @@ def _let_go(life: Lifecycle, folder: ClusterFolder, record: Record, names: Seque
                 f"`{record.name}` could not let go of all nodes", because=f"still there: {', '.join(left)}"
             )
         time.sleep(POLL_S)
+    backends.load(record.site).bring_home(whole, folder.path)
     with folder.lock():
         record = folder.record()
         for node in names:

@@ -179,9 +179,13 @@ class Looking:
             return ClusterFolder(self.store.clusters / spec.cluster_name)
         from heliostat.mirror import PLACE
 
-        # where each machine has its own, it is below the home, whatever that is there
-        home = Path() if host is self.host else cast("Ssh", host).home
-        return ClusterFolder(home / PLACE / mark)
+        if host is not self.host:
+            return ClusterFolder(cast("Ssh", host).home / PLACE / mark)
+        from heliostat.spec import head_member
+
+        # where each machine has its own, it is below the home, whatever that is there: a folder a node, the head's is the
+        # cluster's (homes may be shared, too)
+        return ClusterFolder(Path(PLACE) / mark / head_member(spec).name)
 
     def plan(
         self,
@@ -198,7 +202,12 @@ class Looking:
         if standalone:  # several of them may meet on one host, and none is on record
             mark = secrets.token_hex(8)
             place = ClusterFolder(self.store.home / "by-hand" / f"{spec.cluster_name}-{mark[:4]}")
-        if place.path.parent.name == "via" and command and not command.get("package"):
+        if (
+            place.path.parent != self.store.clusters
+            and not standalone
+            and command
+            and not command.get("package")
+        ):
             name = command.get("id", "run")
             there = {"cwd": str(place.path / "work" / name), "package": str(place.path / f"{name}.zip")}
             command = {**command, **there}

@@ -80,7 +80,7 @@ class OverSsh:
                 environment, Path("agent.pyz"), "node", python=order.options.python,
                 comment=f"heliostat: the node `{member.name}` of `{spec.cluster_name}`; its config comes on standard input",
             )  # fmt: skip
-            path = order.folder / f"start-{member.name}.sh"
+            path = _place(order, member.name) / f"start-{member.name}.sh"
             files.append(File(path, script.render(), 0o700))
             config = {
                 **self._config(order, member),
@@ -92,8 +92,11 @@ class OverSsh:
     def _config(self, order: Order, member: Member) -> dict[str, Any]:
         spec = order.spec
         assert member.host is not None
+        place = _place(order, member.name)
         return {
             **order.config,
+            "folder": str(place),
+            "token_path": str(place / "token"),
             "mark": f"{order.config['mark']}-{member.name}",
             "node": member.name,
             "role": member.role,
@@ -189,11 +192,16 @@ def ssh_words(host: Host | None) -> tuple[str, ...]:
     return ("ssh", *(str(word) for pair in options if pair[1] for word in pair), host.host)
 
 
+def _place(order: Order, node: str) -> Path:
+    """A folder a node, also where the machines share their homes; the order's own is the head's."""
+    return order.folder.parent / node
+
+
 def _detail(order: Order, step: Step) -> dict[str, Any]:
     member = next(m for m in order.members if m.name == step.nodes[0])
     return {
         "ssh": list(ssh_words(member.host)),
-        "folder": str(order.folder),
+        "folder": str(_place(order, step.nodes[0])),
         "mark": step.config["mark"],
         "role": step.config["role"],
     }
@@ -205,7 +213,7 @@ def _start(order: Order, step: Step, texts: Mapping[str, bytes], head: Mapping[s
     config = {**step.config, **({"head": dict(head)} if head else {})}
     script = f"start-{node}.sh"
     files = {script: texts[script], f"config-{node}.json": json.dumps(config).encode(), **order.files}
-    argv = ["sh", "-c", _START, "sh", str(order.folder), node, step.config["role"], step.config["mark"]]
+    argv = ["sh", "-c", _START, "sh", detail["folder"], node, step.config["role"], step.config["mark"]]
     try:
         done = far(detail["ssh"]).run(argv, input=pack(files), timeout=START_S + 30)
         answer = json.loads(done.out.strip().splitlines()[-1])
