@@ -13,9 +13,10 @@ import os
 import re
 import secrets
 import shutil
+import signal
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -209,7 +210,17 @@ class ClusterFolder:
         folder = self.path / "lock"
         mine = folder / f"owner-{secrets.token_hex(4)}.json"
         deadline = time.monotonic() + seconds
-        while not self._take(folder, mine):
+        while True:
+            # an interrupt between taking it and knowing that we have it would leave it to nobody
+            release = _hold_interrupts()
+            taken = False
+            try:
+                taken = self._take(folder, mine)
+            finally:
+                if not taken:
+                    release()
+            if taken:
+                break
             if time.monotonic() > deadline:
                 who = next(map(read_json, _owners(folder)), None) or {}
                 raise DeadlineError(
@@ -219,6 +230,7 @@ class ClusterFolder:
                 )
             time.sleep(0.05)
         try:
+            release()
             yield
         finally:
             _remove_lock(folder, [mine])
@@ -246,6 +258,14 @@ class ClusterFolder:
             _remove_lock(folder, [mine])
             raise
         return True
+
+
+def _hold_interrupts() -> Callable[[], object]:
+    """Ctrl-C and its like wait until what this gives is called. Where signals cannot be held, they come as they come."""
+    if not hasattr(signal, "pthread_sigmask"):
+        return bool
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
+    return lambda: signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _owners(lock: Path) -> list[Path]:

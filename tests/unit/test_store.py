@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import stat
 import subprocess
@@ -395,3 +396,24 @@ def test_a_full_disk(small_disk: Path, make_record: Make) -> None:
     (small_disk / "ballast").unlink()
     folder.save(make_record(reason="room again"))
     assert folder.record().reason == "room again"
+
+
+def test_an_interrupt_while_the_lock_is_taken_leaves_it_to_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C in the moment between the lock's folder and its owner's name."""
+    folder = ClusterFolder(tmp_path)
+    take = ClusterFolder._take
+
+    def interrupted(self: ClusterFolder, lock: Path, mine: Path) -> bool:
+        taken = take(self, lock, mine)
+        signal.raise_signal(signal.SIGINT)
+        return taken
+
+    monkeypatch.setattr(ClusterFolder, "_take", interrupted)
+    with pytest.raises(KeyboardInterrupt), folder.lock():
+        pytest.fail("the interrupt comes before the work")
+    monkeypatch.undo()
+    assert not (tmp_path / "lock").exists()
+    with folder.lock(seconds=0):
+        pass

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import time
 from typing import Any, Dict, List, Optional, Tuple
 
 from . import files, ports, processes
@@ -196,7 +197,7 @@ class RayNode:
                 try:
                     held = not self.check_ports() and asyncio.get_running_loop().time() < late
                 except PortTaken as error:
-                    self.robbed = str(error)
+                    self.robbed = "" if self.fallen() else str(error)
                     break
                 if not held:
                     self.block.hand_over()
@@ -208,12 +209,13 @@ class RayNode:
 
     def check_ports(self) -> bool:
         """Do all of Ray's services here listen by now? Raises PortTaken when somebody else does."""
-        for _ in range(2):  # one that ends while we look is no stranger
+        for _ in range(5):  # one that ends while we look is no stranger: its sockets outlive its list of them
             listening = ports.listeners(self.services)
             ours = processes.sockets(processes.family([os.getppid()])) if listening else set()
             taken = [port for port, inodes in listening.items() if not inodes <= ours]
             if not taken:
                 return len(listening) == len(self.services)
+            time.sleep(0.05)
         names = ", ".join("%d (%s)" % (port, self.services[port]) for port in sorted(taken))
         raise PortTaken("another program listens on port %s" % names)
 
