@@ -212,7 +212,9 @@ def _start(order: Order, step: Step, texts: Mapping[str, bytes], head: Mapping[s
     node, detail = step.nodes[0], _detail(order, step)
     config = {**step.config, **({"head": dict(head)} if head else {})}
     script = f"start-{node}.sh"
-    files = {script: texts[script], f"config-{node}.json": json.dumps(config).encode(), **order.files}
+    # the command's folder is the head's alone
+    mine = {n: d for n, d in order.files.items() if detail["role"] == "head" or not n.endswith(".zip")}
+    files = {script: texts[script], f"config-{node}.json": json.dumps(config).encode(), **mine}
     argv = ["sh", "-c", _START, "sh", detail["folder"], node, step.config["role"], step.config["mark"]]
     try:
         done = far(detail["ssh"]).run(argv, input=pack(files), timeout=START_S + 30)
@@ -225,9 +227,9 @@ def _start(order: Order, step: Step, texts: Mapping[str, bytes], head: Mapping[s
         words = [line for line in done.err.splitlines() if line.strip()] or [done.saw()]
         return Handle(f"{node}.none", step.nodes, {**detail, "refused": words[-1].strip()[:300]})
     words = answer["words"]
-    mine = {key: words.get(key) for key in ("pid", "start", "temp", "executable")}
+    who = {key: words.get(key) for key in ("pid", "start", "temp", "executable")}
     return Handle(
-        f"{node}.{words['pid']}.{words['start']}", step.nodes, {**detail, **mine, "head": answer["head"]}
+        f"{node}.{words['pid']}.{words['start']}", step.nodes, {**detail, **who, "head": answer["head"]}
     )
 
 
