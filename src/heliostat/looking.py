@@ -261,8 +261,8 @@ class Looking:
         and else ever more rarely."""
         if not handles:
             return {}
-        nodes = [(name, node.get("state")) for name, node in (live.get("nodes") or {}).items()]
-        news = [[h.native_id for h in handles], nodes, bool(live.get("ended"))]
+        # that the head is there, and that it has ended, is news of the job; what its nodes do is not
+        news = [[h.native_id for h in handles], bool(live.get("nodes")), bool(live.get("ended"))]
         last, now = self._asked.get(folder.path), time.monotonic()
         if last and last.news == news and now < last.again:
             return last.seen
