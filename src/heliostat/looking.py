@@ -272,6 +272,10 @@ class Looking:
         self._asked[folder.path] = _Asked(news, time.monotonic() + pause, pause, seen)
         return seen
 
+    def forget_answers(self, folder: ClusterFolder) -> None:
+        """We have just changed something: what the site said before is not true any more."""
+        self._asked.pop(folder.path, None)
+
     def _judge_one(
         self,
         folder: ClusterFolder,
