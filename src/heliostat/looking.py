@@ -154,11 +154,11 @@ class Looking:
         host = cast("Ssh", self.host_of(record))
         return self._mirrors.setdefault(folder.path, Mirror(folder, host, Path(record.place)))
 
-    def refresh(self, folder: ClusterFolder, node: str | None = None) -> None:
+    def refresh(self, folder: ClusterFolder, node: str | None = None, record: Record | None = None) -> None:
         """Brings the files of a cluster that lies elsewhere up to date, with the logs of this node. Silence is told by
         whoever asks the site."""
         with contextlib.suppress(HeliostatError, OSError, ValueError):
-            mirror = self.mirror(folder, folder.record())
+            mirror = self.mirror(folder, record or folder.record())
             if mirror:
                 mirror.pull(node)
 
@@ -212,7 +212,7 @@ class Looking:
             for h in handles
             if any(record.nodes[n].state not in TERMINAL for n in h.nodes if n in record.nodes)
         ]
-        self.refresh(folder)
+        self.refresh(folder, record=record)
         live = folder.state()
         seen = self._observe(backend, folder, record, open_handles, live)
         moves = []
