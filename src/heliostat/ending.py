@@ -103,6 +103,7 @@ class Ending(Looking):
                 raise
             with contextlib.suppress(OSError):  # nobody may be there to be shown it
                 last_look()
+            self.forget_answers(folder)
             view = self.look(folder, record=None if written else record)
             self._check_it_is(folder, record)
         except NotFoundError:

@@ -190,7 +190,6 @@ class Jobs:
     def _follow(self, folder: ClusterFolder, tail: Tail) -> int:
         pause, looked = 0.02, 0.0
         while True:
-            self.life.refresh(folder)
             job = _job(folder.state(), tail.job_id)
             pause = 0.02 if tail.drain() else min(0.1, pause * 1.5)
             # one that was stopped may be run again: a scheduler that took the machines back queues the job anew

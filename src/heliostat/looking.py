@@ -160,11 +160,11 @@ class Looking:
             host = far(gate["ssh"])
         return self._mirrors.setdefault(folder.path, Mirror(folder, cast("Ssh", host), Path(record.place)))
 
-    def refresh(self, folder: ClusterFolder, node: str | None = None) -> None:
+    def refresh(self, folder: ClusterFolder, node: str | None = None, record: Record | None = None) -> None:
         """Brings the files of a cluster that lies elsewhere up to date, with the logs of this node. Silence is told by
         whoever asks the site."""
         with contextlib.suppress(HeliostatError, OSError, ValueError):
-            mirror = self.mirror(folder, folder.record())
+            mirror = self.mirror(folder, record or folder.record())
             if mirror:
                 mirror.pull(node)
 
@@ -229,7 +229,7 @@ class Looking:
             for h in handles
             if any(record.nodes[n].state not in TERMINAL for n in h.nodes if n in record.nodes)
         ]
-        self.refresh(folder)
+        self.refresh(folder, record=record)
         live = folder.state()
         seen = self._observe(backend, folder, record, open_handles, live)
         moves = []
@@ -278,8 +278,8 @@ class Looking:
         and else ever more rarely."""
         if not handles:
             return {}
-        nodes = [(name, node.get("state")) for name, node in (live.get("nodes") or {}).items()]
-        news = [[h.native_id for h in handles], nodes, bool(live.get("ended"))]
+        # that the head is there, and that it has ended, is news of the job; what its nodes do is not
+        news = [[h.native_id for h in handles], bool(live.get("nodes")), bool(live.get("ended"))]
         last, now = self._asked.get(folder.path), time.monotonic()
         if last and last.news == news and now < last.again:
             return last.seen
@@ -288,6 +288,10 @@ class Looking:
         seen = backend.observe(handles, self.host_of(record))
         self._asked[folder.path] = _Asked(news, time.monotonic() + pause, pause, seen)
         return seen
+
+    def forget_answers(self, folder: ClusterFolder) -> None:
+        """We have just changed something: what the site said before is not true any more."""
+        self._asked.pop(folder.path, None)
 
     def _judge_one(
         self,

@@ -95,7 +95,7 @@ class Slurm:
     starts_ray: ClassVar[bool] = True
     shares_files: ClassVar[bool] = True
     takes_options: ClassVar[bool] = True
-    pace: ClassVar[tuple[float, float]] = (0.25, 10.0)
+    pace: ClassVar[tuple[float, float]] = (0.5, 10.0)
 
     def checks(self, spec: ClusterSpec | None, host: Transport) -> list[Check]:
         return checks(host)
