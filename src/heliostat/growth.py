@@ -28,7 +28,7 @@ def scale(life: Lifecycle, name: str, workers: int) -> View:
     view = life.find(name)
     life.must_be_up(view)
     folder, spec = view.folder, planning.spec_of(view.record)
-    if spec.groups:
+    if spec.kinds:
         raise UsageError(
             f"`{name}` has groups of nodes", because="say which group in the file, and `up` again"
         )

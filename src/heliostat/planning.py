@@ -56,7 +56,7 @@ def plan(
         agent=Path(__file__).parent / "agent" if standalone else folder.agent,
         config={**agent_config(folder, spec, mark, command, home), "launch": launch, **by_hand},
         python="python3" if home else sys.executable,
-        group_options={name: site_options(spec, group.options) for name, group in spec.groups.items()},
+        group_options={name: site_options(spec, group.options) for name, group in spec.kinds.items()},
         facts=backend.survey(options, host) if host is not None else {},
     )
     return order, backend.plan(order)
@@ -155,7 +155,7 @@ def spec_json(spec: ClusterSpec) -> dict[str, Any]:
         # a later command may be typed in another folder
         said["environment"]["container"] = image(spec.environment)
     own = {site: table for site, table in spec.sites.items() if site == spec.on}
-    size = {} if spec.groups else {"nodes": spec.nodes}
+    size = {} if spec.kinds else {"nodes": spec.nodes}
     return {**said, "on": spec.on, "name": spec.cluster_name, **size, **own}
 
 

@@ -21,6 +21,7 @@ from heliostat.units import format_bytes, parse_bytes, parse_duration, parse_wal
 NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9-]{0,39}$")
 LABEL_KEY = re.compile(r"^[A-Za-z0-9]([A-Za-z0-9_./-]{0,61}[A-Za-z0-9])?$")
 DEFAULT_RAY = "2.60.0"  # what set-up installs where the file names no version
+LISTED = "ssh"  # the site whose machines are those that the file lists
 HIGHEST_PORT = 65535
 WINDOW_PORTS = 2420  # what one `port_offset` owns: 20 ports of Ray's own services, the rest for its workers
 
@@ -307,9 +308,7 @@ class ClusterSpec(Model):
 
     @model_validator(mode="after")
     def _sizes(self) -> ClusterSpec:
-        if self.hosts:
-            if self.groups:
-                raise ValueError("`hosts` and `groups` exclude each other: keep one")
+        if self.machines:
             names = [host.node for host in hosts(self)]
             twice = [name for name in names if names.count(name) > 1]
             if twice:
@@ -319,7 +318,7 @@ class ClusterSpec(Model):
             elif self.nodes > len(names):
                 raise ValueError(f"`nodes` ({self.nodes}) is more than the {len(names)} hosts")
         total = len(members(self))
-        if self.groups and "nodes" in self.model_fields_set and self.nodes != total:
+        if self.kinds and "nodes" in self.model_fields_set and self.nodes != total:
             raise ValueError(
                 f"`nodes` ({self.nodes}) and `groups` (head and {total - 1} workers) disagree: keep one"
             )
@@ -330,6 +329,16 @@ class ClusterSpec(Model):
     @property
     def cluster_name(self) -> str:
         return self.name or self.on
+
+    @property
+    def machines(self) -> tuple[Host, ...]:
+        """The hosts, on the site whose machines the file lists. One file may serve several sites: elsewhere they rest."""
+        return self.hosts if self.on == LISTED else ()
+
+    @property
+    def kinds(self) -> dict[str, Group]:
+        """The groups, on sites that give machines."""
+        return {} if self.machines else self.groups
 
 
 def check_labels(labels: Mapping[str, str]) -> Mapping[str, str]:
@@ -365,15 +374,15 @@ def members(spec: ClusterSpec) -> list[Member]:
 def hosts(spec: ClusterSpec) -> list[Host]:
     """The machines that the file lists, the head's first: the one that `head` names, be it listed or not, else the first."""
     wanted = spec.head.host
-    found = [host for host in spec.hosts if wanted in (host.node, host.host)]
-    head = found[0] if found else Host(host=wanted) if wanted else spec.hosts[0]
-    return [head, *(host for host in spec.hosts if host is not head)]
+    found = [host for host in spec.machines if wanted in (host.node, host.host)]
+    head = found[0] if found else Host(host=wanted) if wanted else spec.machines[0]
+    return [head, *(host for host in spec.machines if host is not head)]
 
 
 def head_member(spec: ClusterSpec) -> Member:
     head = spec.head
     idle = {} if head.work else {"cpus": 0, "gpus": 0}
-    host = hosts(spec)[0] if spec.hosts else None
+    host = hosts(spec)[0] if spec.machines else None
     return Member(
         name=host.node if host else "head",
         role="head",
@@ -390,7 +399,7 @@ def head_member(spec: ClusterSpec) -> Member:
 
 def worker_members(spec: ClusterSpec, count: int) -> list[Member]:
     """`count` plain workers, or, where the spec has groups or hosts, the workers of those."""
-    if spec.hosts:
+    if spec.machines:
         return [
             Member(
                 name=host.node,
@@ -403,7 +412,7 @@ def worker_members(spec: ClusterSpec, count: int) -> list[Member]:
             )
             for host in hosts(spec)[1 : count + 1]
         ]
-    if not spec.groups:
+    if not spec.kinds:
         plain = {"cpus": spec.cpus_per_node, "gpus": spec.gpus_per_node, "memory": spec.memory_per_node}
         return [Member(name=f"w{i}", role="worker", labels=spec.labels, **plain) for i in range(1, count + 1)]
     return [
@@ -417,7 +426,7 @@ def worker_members(spec: ClusterSpec, count: int) -> list[Member]:
             labels={**spec.labels, **group.labels},
             resources=group.resources,
         )
-        for name, group in spec.groups.items()
+        for name, group in spec.kinds.items()
         for i in range(1, group.nodes + 1)
     ]
 

@@ -50,9 +50,11 @@ class Local:
             raise UsageError(
                 "`autoscale` has no meaning on `local`", because="there are no other machines to get"
             )
-        if spec.hosts or spec.head.host:
+        if (spec.hosts or spec.head.host) and "on" not in spec.model_fields_set:
             raise UsageError(
-                "`hosts` has no meaning on `local`", because="the nodes are all on this computer"
+                "`hosts` has no meaning on `local`",
+                because="the nodes are all on this computer, and the file names no site",
+                hint="on: ssh",
             )
         comment = f"heliostat: one node of `{spec.cluster_name}` on this computer; its config comes on standard input"
         script = agent_script(spec.environment, order.agent, "node", comment=comment)

@@ -54,7 +54,7 @@ class OverSsh:
     def checks(self, spec: ClusterSpec | None, host: Transport) -> list[Check]:
         from heliostat.spec import hosts
 
-        return _in_parallel(_check, hosts(spec)) if spec and spec.hosts else []
+        return _in_parallel(_check, hosts(spec)) if spec and spec.machines else []
 
     def survey(self, options: Any, host: Transport) -> dict[str, Any]:
         return {}
@@ -65,7 +65,7 @@ class OverSsh:
         from heliostat.script import agent_script
 
         spec = order.spec
-        if not spec.hosts:
+        if not spec.machines:
             raise UsageError("there are no `hosts`", hint="hosts: [zinc, ann@copper] in the file")
         if spec.autoscale is not None:
             raise UsageError(
