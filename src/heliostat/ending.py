@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from heliostat import backends
@@ -103,7 +103,8 @@ class Ending(Looking):
                 raise
             with contextlib.suppress(OSError):  # nobody may be there to be shown it
                 last_look()
-            self.forget_answers(folder)
+            self.forget_answers(folder, handles)
+            self._bring_home(folder, record)
             view = self.look(folder, record=None if written else record)
             self._check_it_is(folder, record)
         except NotFoundError:
@@ -184,13 +185,7 @@ class Ending(Looking):
                 job.update(
                     last[job["id"]], **({} if over else {"status": "STOPPED"})
                 )  # it ended with the cluster
-        backend, mirror = backends.load(record.site), self.mirror(view.folder, record)
-        if not backend.shares_files:
-            handles = [Handle.from_json(h) for h in record.handles]
-            for note in backend.bring_home(handles, view.folder.path):
-                self.emit(Event("note", note))
-        elif mirror:
-            self._bring_home(mirror)
+        self._bring_home(view.folder, record)
         try:
             with view.folder.lock():
                 self._check_it_is(view.folder, record)
@@ -200,11 +195,26 @@ class Ending(Looking):
         self.emit(Event("done", f"`{record.name}` has ended", None, {"reason": record.reason}))
         return View(folder, record, view.live)
 
-    def _bring_home(self, mirror: Mirror) -> None:
-        try:
-            work = mirror.finish()
-        except (HeliostatError, ValueError, OSError) as error:
-            self.emit(Event("note", f"its logs stay on {mirror.host.target} in {mirror.place}: {error}"))
+    def _bring_home(self, folder: ClusterFolder, record: Record) -> None:
+        """What lies elsewhere of a cluster that has ended: its logs come here, and what we wrote there goes."""
+        backend, mirror = backends.load(record.site), self.mirror(folder, record)
+        if record.id in self._at_home:
             return
-        if work:
-            self.emit(Event("note", f"what the command wrote is on {mirror.host.target} in {work}"))
+        if mirror:
+            mirror.close()
+        notes: Sequence[str] = ()
+        if not backend.shares_files:
+            notes = backend.bring_home([Handle.from_json(h) for h in record.handles], folder.path)
+        elif mirror:
+            notes = _finish(mirror)
+        self._at_home.add(record.id)
+        for note in notes:
+            self.emit(Event("note", note))
+
+
+def _finish(mirror: Mirror) -> list[str]:
+    try:
+        work = mirror.finish()
+    except (HeliostatError, ValueError, OSError) as error:
+        return [f"its logs stay on {mirror.host.target} in {mirror.place}: {error}"]
+    return [f"what the command wrote is on {mirror.host.target} in {work}"] if work else []

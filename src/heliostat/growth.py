@@ -66,7 +66,7 @@ def _let_go(life: Lifecycle, folder: ClusterFolder, record: Record, names: Seque
             life.ask(folder, {"do": "leave", "node": node, "reason": "scaled down"})
     if whole:
         backends.load(record.site).cancel(whole, life.host_of(record))
-        life.forget_answers(folder)
+        life.forget_answers(folder, whole)
     deadline = time.monotonic() + LEAVE_S
     while True:
         view = life.look(folder)

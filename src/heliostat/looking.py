@@ -71,6 +71,9 @@ class _Asked:
     seen: dict[str, Observation]
 
 
+_RUNS = Observation(N.ALLOCATED)
+
+
 def judge(
     node: NodeRecord,
     seen: Observation,
@@ -128,7 +131,9 @@ class Looking:
         self.emit = emit
         self.host: Transport = host or Local()
         self._asked: dict[Path, _Asked] = {}
-        self._mirrors: dict[Path, Mirror] = {}
+        self._mirrors: dict[str, Mirror] = {}
+        self._at_home: set[str] = set()  # clusters whose files have come here for good
+        self._ended: set[str] = set()  # handles that were seen to end
 
     # -- where the site is
 
@@ -146,11 +151,12 @@ class Looking:
 
     def mirror(self, folder: ClusterFolder, record: Record) -> Mirror | None:
         """The way to the cluster's folder where that is on another machine; None: it is this one."""
-        if record.place is None or folder.path.parent == self.store.ended:
+        at_home = record.id in self._at_home or folder.path.parent == self.store.ended
+        if record.place is None or at_home:
             return None
         from heliostat.mirror import Mirror
 
-        host = self.host_of(record)
+        host, gate = self.host_of(record), None
         if host is self.host:
             gate = next((h["detail"] for h in record.handles if h["detail"].get("role") == "head"), None)
             if gate is None or "refused" in gate:
@@ -158,7 +164,9 @@ class Looking:
             from heliostat.ssh import far
 
             host = far(gate["ssh"])
-        return self._mirrors.setdefault(folder.path, Mirror(folder, cast("Ssh", host), Path(record.place)))
+        if record.id not in self._mirrors:
+            self._mirrors[record.id] = Mirror(folder, cast("Ssh", host), Path(record.place), gate)
+        return self._mirrors[record.id]
 
     def refresh(self, folder: ClusterFolder, node: str | None = None, record: Record | None = None) -> None:
         """Brings the files of a cluster that lies elsewhere up to date, with the logs of this node. Silence is told by
@@ -276,22 +284,46 @@ class Looking:
     ) -> dict[str, Observation]:
         """What the site says of the handles. Whoever looks ten times a second asks a scheduler only when the head has news,
         and else ever more rarely."""
-        if not handles:
-            return {}
+        known = self._known(record, handles, live)
+        asked = [h for h in handles if h.native_id not in known]
+        if not asked:
+            return known
         # that the head is there, and that it has ended, is news of the job; what its nodes do is not
         news = [[h.native_id for h in handles], bool(live.get("nodes")), bool(live.get("ended"))]
         last, now = self._asked.get(folder.path), time.monotonic()
-        if last and last.news == news and now < last.again:
-            return last.seen
-        first, most = backend.pace
-        pause = first if last is None or last.news != news else min(most, last.pause * 1.5)
-        seen = backend.observe(handles, self.host_of(record))
-        self._asked[folder.path] = _Asked(news, time.monotonic() + pause, pause, seen)
-        return seen
+        new = last is None or any(h.native_id not in last.seen for h in asked)
+        if last is None or new or last.news != news or now >= last.again:
+            first, most = backend.pace
+            pause = first if last is None or last.news != news else min(most, last.pause * 1.5)
+            seen = backend.observe(asked, self.host_of(record))
+            last = self._asked[folder.path] = _Asked(news, time.monotonic() + pause, pause, seen)
+        heard = any(one.state is N.ALLOCATED for one in known.values())  # the head, at least
+        silent = {job for job, one in last.seen.items() if one.state is N.UNKNOWN and heard}
+        return {**{job: _RUNS if job in silent else one for job, one in last.seen.items()}, **known}
 
-    def forget_answers(self, folder: ClusterFolder) -> None:
-        """We have just changed something: what the site said before is not true any more."""
+    def _known(self, record: Record, handles: list[Handle], live: dict[str, Any]) -> dict[str, Observation]:
+        """What need not be asked for: of what we saw end; and where the copy of a cluster's folder tells that its head lives,
+        of the head, and of the nodes that it hears."""
+        known = {h.native_id: Observation(N.GONE) for h in handles if h.native_id in self._ended}
+        mirror = self._mirrors.get(record.id)
+        head = next((h for h in handles if h.detail.get("role") == "head"), None)
+        if mirror is None or mirror.head is None or head is None:
+            return known
+        known.setdefault(head.native_id, Observation(*mirror.head))
+        if known[head.native_id].state is N.ALLOCATED:
+            for handle in handles:
+                told = [(record.nodes.get(n), (live.get("nodes") or {}).get(n) or {}) for n in handle.nodes]
+                if all(
+                    node and said.get("launch") == node.launch and said.get("state") in ("STARTING", "READY")
+                    for node, said in told
+                ):
+                    known.setdefault(handle.native_id, _RUNS)
+        return known
+
+    def forget_answers(self, folder: ClusterFolder, ended: Iterable[Handle] = ()) -> None:
+        """We have just changed something: what the site said before is not true any more. ended: seen to be gone."""
         self._asked.pop(folder.path, None)
+        self._ended.update(handle.native_id for handle in ended)
 
     def _judge_one(
         self,

@@ -14,15 +14,17 @@ import socket
 import subprocess
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import IO
 
 from heliostat.errors import HeliostatError
 from heliostat.script import quote
 from heliostat.transport import Completed, Local
 
 CONNECT_S = 15
+ALIVE_S = 5  # three times without an answer, and the connection is given up
 LOST = 255  # ssh's own code: the command's never reached us
 HINTS = {
     "host key verification failed": "ssh {target} once by hand, and compare the key it shows with your site's",
@@ -59,7 +61,7 @@ class Ssh:
             "-o",
             f"ConnectTimeout={CONNECT_S}",
             "-o",
-            "ServerAliveInterval=15",
+            f"ServerAliveInterval={ALIVE_S}",
         ]
         shown = Local().run(["ssh", *self.options, "-G", self.target], timeout=20)
         if shown.code != 0:
@@ -70,18 +72,46 @@ class Ssh:
         share = ["ControlMaster=auto", "ControlPersist=60", f"ControlPath={_sockets()}/%C"]
         return [*base, *(word for option in share for word in ("-o", option))]
 
-    def run(self, argv: Sequence[str], *, input: bytes = b"", timeout: float) -> Completed:
-        """In a login shell: a scheduler's commands are often found only there. What its start files print is cut off."""
-        mark = f"heliostat-{secrets.token_hex(8)}"
+    def _words(self, argv: Sequence[str], mark: str) -> list[str]:
+        """In a login shell: a scheduler's commands are often found only there. What its start files print comes before
+        the mark."""
         inner = f'cd; echo {mark}; exec "$@"'
-        words = quote(["bash", "-lc", inner, "bash", *argv])
-        done = Local().run(
-            [*self.command, "--", self.target, words], input=input, timeout=timeout + CONNECT_S
-        )
+        return [*self.command, "--", self.target, quote(["bash", "-lc", inner, "bash", *argv])]
+
+    def run(self, argv: Sequence[str], *, input: bytes = b"", timeout: float) -> Completed:
+        mark = f"heliostat-{secrets.token_hex(8)}"
+        done = Local().run(self._words(argv, mark), input=input, timeout=timeout + CONNECT_S)
         before, found, out = done.out.partition(f"{mark}\n")
         if not found:  # ssh did not get there, or the login shell did not get to our words
             raise self._lost(replace(done, err=done.err if done.err.strip() else before))
         return Completed(tuple(argv), done.code, out, done.err)
+
+    @contextlib.contextmanager
+    def talk(self, argv: Sequence[str]) -> Iterator[Talk]:
+        """A program there with which one speaks line by line. The end of the block is the end of its input, and its own."""
+        mark = f"heliostat-{secrets.token_hex(8)}"
+        process = subprocess.Popen(
+            self._words(argv, mark),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is meant for us: what is said afterwards counts
+        )
+        assert process.stdin and process.stdout
+        talk = Talk(process.stdin, process.stdout)
+        try:
+            while (line := talk.hear()) is not None and line != mark:
+                pass
+            yield talk
+        finally:
+            with contextlib.suppress(OSError):
+                process.stdin.close()
+            try:
+                process.wait(timeout=2)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            process.stdout.close()
 
     def _lost(self, done: Completed) -> HeliostatError:
         words = [line.strip() for line in done.err.splitlines() if line.strip()]
@@ -150,11 +180,29 @@ class Ssh:
         process.wait()
 
 
+class Talk:
+    def __init__(self, stdin: IO[bytes], stdout: IO[bytes]) -> None:
+        self._stdin, self._stdout = stdin, stdout
+
+    def say(self, line: str) -> None:
+        with contextlib.suppress(OSError):  # whoever is gone is not heard either
+            self._stdin.write(line.encode() + b"\n")
+            self._stdin.flush()
+
+    def hear(self) -> str | None:
+        """The next line; None: it has ended, or the connection has."""
+        line = self._stdout.readline()
+        return line[:-1].decode("utf-8", "replace") if line.endswith(b"\n") else None
+
+
 class Here(Ssh):
     """This machine, as if it were another: the same words, in the home."""
 
     def __init__(self) -> None:
         super().__init__("this machine")
+
+    def _words(self, argv: Sequence[str], mark: str) -> list[str]:
+        return ["sh", "-c", f'cd; echo {mark}; exec "$@"', "sh", *argv]
 
     def run(self, argv: Sequence[str], *, input: bytes = b"", timeout: float) -> Completed:
         return Local().run(["sh", "-c", 'cd && exec "$@"', "sh", *argv], input=input, timeout=timeout)

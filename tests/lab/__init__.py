@@ -57,6 +57,8 @@ class Lab:
         # of the login node, as this machine sees it
         self.home = ROOT / ("nodes/ctl/home" if variables.get("LAB_HOMES") == "1" else f"home/{USER}")
         self.python = sys.executable
+        self.off: set[str] = set()  # hosts that were killed, and not booted again
+        self.apart: set[str] = set()
 
     def _lab(self, *words: str, timeout: float = 120, input: str | None = None) -> Done:
         done = subprocess.run(
@@ -117,16 +119,27 @@ class Lab:
         return self._lab("exec", host, *argv, timeout=timeout)
 
     def kill(self, host: str) -> None:
+        self.off.add(host)
         self._lab("kill", host)
 
     def boot(self, host: str) -> None:
+        self.off.discard(host)
         self._lab("boot", host)
 
     def cut(self, host: str) -> None:
+        self.apart.add(host)
         self._lab("cut", host)
 
     def heal(self, host: str) -> None:
+        self.apart.discard(host)
         self._lab("heal", host)
+
+    def mend(self) -> None:
+        """Whatever a test has broken and not mended."""
+        for host in list(self.apart):
+            self.heal(host)
+        for host in list(self.off):
+            self.boot(host)
 
     def ready(self) -> None:
         """Until SLURM has every host."""

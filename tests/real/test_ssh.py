@@ -40,9 +40,7 @@ def lab() -> Iterator[Lab]:
 def nothing_left(lab: Lab) -> Iterator[None]:
     """After each test: no cluster, and on no host a process of ours, a folder, or a token."""
     yield
-    for host in ("n1", "n2", "n3"):
-        lab.heal(host)
-        lab.boot(host)
+    lab.mend()
     clusters = json.loads(lab.heliostat("ls", "--json").out)["clusters"]
     for cluster in clusters:
         lab.heliostat("down", cluster["name"], "--now")
@@ -131,6 +129,28 @@ def test_run(lab: Lab) -> None:
     )
     assert done.rc == 0 and "nodes ['n1', 'n2', 'n3']" in done.out and "beside me" in done.out, done.err
     assert "what the command wrote is on n1" in done.err
+
+
+def test_few_connections(lab: Lab) -> None:
+    """How often a machine is asked over ssh: a person may be far away from it."""
+    lab.put(
+        "bin/ssh",
+        '#!/bin/sh\ncase " $* " in *" -G "*) ;; *) echo "$*" >>~/asked ;; esac\nexec /usr/bin/ssh "$@"\n',
+    )
+    (lab.home / "bin/ssh").chmod(0o755)
+    asked = lab.home / "asked"
+
+    def count(*words: str) -> dict[str, int]:
+        asked.unlink(missing_ok=True)
+        home = lab.run("sh", "-c", "echo $HOME").out.strip()
+        ok(lab.heliostat(*words, env={"PATH": f"{home}/bin:/usr/bin:/bin"}))
+        lines = asked.read_text().splitlines()
+        return {host: sum(f" -- {host} " in line for line in lines) for host in ("n1", "n2", "n3")}
+
+    file = write(lab)
+    assert max(count("up", file).values()) <= 4
+    assert max(count("status", "lab").values()) <= 1
+    assert max(count("down", "lab").values()) <= 2
 
 
 # -- machines that fail

@@ -1,4 +1,5 @@
-"""What the agent answers to: `probe`, `setup`, `node`, `stop`. JSON in on standard input, one JSON answer out on every path."""
+"""What the agent answers to: `probe`, `setup`, `node`, `stop`. JSON in on standard input, one JSON answer out on every path.
+`follow` goes on, and answers in lines."""
 
 from __future__ import annotations
 
@@ -226,6 +227,10 @@ VERBS: Dict[str, Callable[[Json], Json]] = {
 
 
 def main() -> int:
+    if sys.argv[1:] == ["follow"]:
+        from .follow import follow
+
+        return follow()
     try:
         verb = VERBS[sys.argv[1]] if len(sys.argv) == 2 and sys.argv[1] in VERBS else None
         if verb is None:

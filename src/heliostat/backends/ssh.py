@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -140,15 +140,7 @@ class OverSsh:
     # -- looking
 
     def observe(self, handles: Sequence[Handle], host: Transport) -> dict[str, Observation]:
-        seen = dict(zip([h.native_id for h in handles], _in_parallel(_ask, handles), strict=True))
-        heads = [seen[h.native_id] for h in handles if h.detail["role"] == "head"]
-        if all(
-            one.state is N.ALLOCATED for one in heads
-        ):  # then the head knows more of a silent host than we do
-            for job, one in seen.items():
-                if one.state is N.UNKNOWN:
-                    seen[job] = replace(one, state=N.ALLOCATED)
-        return seen
+        return dict(zip([h.native_id for h in handles], _in_parallel(_ask, handles), strict=True))
 
     def cancel(self, handles: Sequence[Handle], host: Transport, *, now: bool = False) -> None:
         """Each host ends its own, all at once, and verifies."""
