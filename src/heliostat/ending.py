@@ -93,8 +93,10 @@ class Ending(Looking):
             backend = backends.load(record.site)
             handles = [Handle.from_json(h) for h in record.handles]
             if any(node.handle is None for node in record.nodes.values()):
-                known, table = {h.native_id for h in handles}, record.spec.get(record.site) or {}
-                strays = backend.strays(record.id, table, self.host_of(record))
+                from heliostat import planning
+
+                known = {h.native_id for h in handles}
+                strays = backend.strays(record.id, planning.spec_of(record), self.host_of(record))
                 handles += [h for h in strays if h.native_id not in known]
             try:
                 backend.cancel(handles, self.host_of(record), now=now)

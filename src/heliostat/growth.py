@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from heliostat import backends, environment, planning
+from heliostat import backends, config, environment, planning
 from heliostat.backends.base import Handle
 from heliostat.errors import HeliostatError, NotFoundError, UsageError
 from heliostat.events import Event
 from heliostat.lifecycle import POLL_S, Lifecycle, in_words
 from heliostat.looking import View, make_move
 from heliostat.spec import ClusterSpec, Member, worker_members
+from heliostat.spec import hosts as all_hosts
 from heliostat.states import TERMINAL, NodeState
 from heliostat.store import ClusterFolder, NodeRecord, Record
 from heliostat.units import count
@@ -114,6 +115,27 @@ def restart_node(life: Lifecycle, name: str, node: str) -> View:
     return life.settle(folder)
 
 
+def add_hosts(life: Lifecycle, name: str, hosts: Sequence[str]) -> View:
+    """More machines, for as long as the cluster lives."""
+    view = life.find(name)
+    life.must_be_up(view)
+    old = planning.spec_of(view.record)
+    if not old.machines:
+        raise UsageError(
+            f"`{name}` takes no hosts",
+            because=f"`{view.record.site}` gives it its machines",
+            hint="--nodes 2",
+        )
+    listed = all_hosts(old)  # those that wait behind the last node in use stay there
+    more = [{"host": host} for host in hosts]
+    said = [host.model_dump(mode="json", exclude_unset=True) for host in listed]
+    words = {"hosts": [*said[: old.nodes], *more, *said[old.nodes :]], "nodes": old.nodes + len(more)}
+    spec = config.check({**view.record.spec, **words}, {}, backends.names())
+    life.add_hosts(view.folder, spec)
+    life.launch_missing(view.folder)
+    return life.settle(view.folder)
+
+
 def join(life: Lifecycle, name: str, spec: ClusterSpec, command: dict[str, Any] | None) -> tuple[View, str]:
     """Adds `spec.nodes` nodes to a running cluster as a job of their own: (the cluster, the join's id).
 
@@ -121,6 +143,12 @@ def join(life: Lifecycle, name: str, spec: ClusterSpec, command: dict[str, Any] 
     view = life.find(name)
     life.must_be_up(view)
     folder = view.folder
+    if planning.spec_of(view.record).machines:
+        raise UsageError(
+            f"which machine joins `{name}`?",
+            because="the file lists all machines of its site",
+            hint=f"heliostat join {name} --host zinc; heliostat submit {name} -- python script.py runs a script",
+        )
     environment.pack(spec, life.store, life.emit)
     with folder.lock():
         record = folder.record()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,9 +55,11 @@ class Lifecycle(Ending):
             folder = self.store.find(name)
             if folder is None:
                 try:
-                    folder = self._create(spec, command)
-                    mine = True
-                    break
+                    folder = self.adopt(spec)
+                    if folder is None:
+                        folder = self._create(spec, command)
+                        mine = True
+                        break
                 except FileExistsError:
                     self._check_record(name)
                     continue  # somebody created it in this moment: look at theirs
@@ -71,7 +73,8 @@ class Lifecycle(Ending):
             if view.headless:
                 self._end(folder, "its head is gone")
                 continue
-            self._check_same(view, spec, command)
+            if command or not self.add_hosts(folder, spec):
+                self._check_same(view, spec, command)
             break
         try:
             self.launch_missing(folder)
@@ -119,15 +122,81 @@ class Lifecycle(Ending):
             hint=f"heliostat down {record.name}, or choose another name with --name",
         )
 
-    def _create(self, spec: ClusterSpec, command: dict[str, Any] | None) -> ClusterFolder:
-        """The name is claimed with everything in place, so that whoever finds the cluster can go on with it."""
+    def add_hosts(self, folder: ClusterFolder, spec: ClusterSpec) -> bool:
+        """The spec has the record's machines, and perhaps more of them: the record takes them over. False: it differs in
+        something else."""
+        from heliostat import planning
+        from heliostat.spec import hosts, members
+
+        if not spec.machines:
+            return False
+        with folder.lock():
+            record = folder.record()
+            old = planning.spec_of(record)
+
+            def rest(spec: ClusterSpec) -> dict[str, Any]:
+                said = planning.spec_json(spec)
+                return {key: value for key, value in said.items() if key not in ("hosts", "nodes")}
+
+            used = [member.host for member in members(old) if member.name in record.nodes]
+            new = [m for m in members(spec) if m.name not in record.nodes]
+            same = rest(old) == rest(spec) and hosts(old)[0] == hosts(spec)[0]
+            if record.kind != "up" or record.target != "up" or not same:
+                return False
+            if not all(host in hosts(spec)[: spec.nodes] for host in used):
+                return False
+            if new:
+                record.spec = planning.spec_json(spec)
+                for member in new:
+                    record.nodes[member.name] = NodeRecord(member.name, member.role, since=time.time())
+                names = ", ".join(member.name for member in new)
+                folder.append({"at": time.time(), "kind": "note", "text": f"more machines: {names}"})
+                folder.save(record)
+        return True
+
+    def adopt(self, spec: ClusterSpec) -> ClusterFolder | None:
+        """A cluster of this name that runs on the spec's machines while its record is not here: it was started from another
+        machine, or this one was set up anew. None: there is none."""
+        if not spec.machines:
+            return None
+        found = backends.load(spec.on).strays(None, spec, self.host)
+        if not found:
+            return None
+        head, name = found[0].detail, spec.cluster_name
+        self.emit(Event("note", f"`{name}` runs on its machines, and is not on record here: taking it over"))
+        files = {}
+        if spec.security.auth == "token":
+            from heliostat.ssh import far
+
+            files["token"] = far(head["ssh"]).read(Path(head["folder"]) / "token")
+        folder = self._create(spec, None, head["id"], files)
+        with folder.lock():
+            record = folder.record()
+            record.created, record.kind = float(head["since"]), head["kind"]
+            record.launches = max(int(handle.detail["launch"]) for handle in found)
+            for handle in found:
+                node = record.nodes.setdefault(handle.nodes[0], NodeRecord(handle.nodes[0], "worker"))
+                node.handle, node.launch = handle.native_id, int(handle.detail["launch"])
+                record.handles.append(handle.to_json())
+            folder.save(record)
+        return folder
+
+    def _create(
+        self,
+        spec: ClusterSpec,
+        command: dict[str, Any] | None,
+        mark: str | None = None,
+        more: Mapping[str, str | bytes] | None = None,
+    ) -> ClusterFolder:
+        """The name is claimed with everything in place, so that whoever finds the cluster can go on with it. mark: it has
+        one already."""
         import yaml
 
         from heliostat import planning
         from heliostat.spec import members
 
         said = planning.spec_json(spec)
-        now, mark = time.time(), secrets.token_hex(8)
+        now, mark = time.time(), mark or secrets.token_hex(8)
         place = self.place_for(spec, mark).path
         record = Record(
             name=spec.cluster_name,
@@ -148,7 +217,7 @@ class Lifecycle(Ending):
         }
         if spec.security.auth == "token":
             files["token"] = secrets.token_hex(32)
-        return self.store.create(record, files)
+        return self.store.create(record, {**files, **(more or {})})
 
     def launch_missing(self, folder: ClusterFolder) -> None:
         """Starts the nodes that the record has and nobody has started, or that have ended or are lost, while the head

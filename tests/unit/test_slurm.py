@@ -24,6 +24,7 @@ from heliostat.backends.base import Handle, Observation, Order, Plan
 from heliostat.cli import join, native, run, up
 from heliostat.errors import DeadlineError, HeliostatError, UsageError
 from heliostat.script import directive
+from heliostat.spec import ClusterSpec
 from heliostat.states import NodeState
 from heliostat.store import ClusterFolder
 from heliostat.transport import Completed, Local
@@ -161,9 +162,9 @@ def test_a_job_of_another_cluster_is_asked_for_there() -> None:
 
 def test_what_an_interrupted_command_submitted_is_found_by_its_comment() -> None:
     out = "5|heliostat:abc\n6|heliostat:abc-w2\n7|heliostat:abcd\n8|(null)\n9|heliostat:other\n"
-    found = BACKEND.strays("abc", {}, Scheduler(squeue=(0, out, "")))
+    found = BACKEND.strays("abc", ClusterSpec(on="slurm"), Scheduler(squeue=(0, out, "")))
     assert [h.native_id for h in found] == ["5", "6"]
-    assert BACKEND.strays("abc", {}, Scheduler(squeue=(1, "", "no"))) == []
+    assert BACKEND.strays("abc", ClusterSpec(on="slurm"), Scheduler(squeue=(1, "", "no"))) == []
 
 
 # -- ending

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -20,6 +21,7 @@ from .runtime import Refused
 Json = Dict[str, Any]
 OLDEST_WITH_TOKENS = (2, 52)
 REACH_S = 20.0  # for a head that is known to be up to answer
+MEMORY = "gpu_memory_gb"
 LEAST_STORE = 80 << 20  # Ray refuses a smaller object store
 
 
@@ -148,8 +150,8 @@ class Node:
         if want.get("cpus") is None:
             total = max(1, int(probe.cpus()["count"]) - int(want.get("leave_cpus") or 0))
             want["cpus"] = max(1, total // of + (1 if share < total % of else 0))
-        if want.get("gpus") is None:
-            want["gpus"] = self._gpus(share, of)
+        if want.get("gpus") != 0:
+            self._size_gpus(want, share, of)
         memory = probe.memory()
         whole = int(memory["total_bytes"]) // of
         shm = probe.shm()
@@ -174,16 +176,29 @@ class Node:
         if want.get("object_store") and not want.get("memory"):
             want["memory"] = max(LEAST_STORE, int(0.95 * whole) - want["object_store"])
 
-    def _gpus(self, share: int, of: int) -> int:
-        """Our share of the GPUs; several nodes on one machine must not see the same one."""
-        found = probe.gpu_count()
-        if of == 1:
-            return found
-        visible = [word for word in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if word]
-        mine = (visible or [str(i) for i in range(found)])[share * found // of : (share + 1) * found // of]
-        if found:
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
-        return len(mine)
+    def _size_gpus(self, want: Json, share: int, of: int) -> None:
+        """Our share of the GPUs; several nodes on one machine must not see the same one. Their model and memory become
+        labels and a resource, so that work finds the machine it needs among unlike ones."""
+        seen = probe.gpus()
+        found, cards = int(seen["gpu_count"]), seen["gpus"]
+        if of > 1 and want.get("gpus") is None:
+            visible = [word for word in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if word]
+            part = slice(share * found // of, (share + 1) * found // of)
+            mine, cards = (visible or [str(i) for i in range(found)])[part], cards[part]
+            if found:
+                os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
+            found = len(mine)
+        if want.get("gpus") is None:
+            want["gpus"] = found
+        cards = [card for card in cards if card["memory_total"]][: want["gpus"]]
+        self.info["gpus"] = [{"name": card["name"], "memory": card["memory_total"]} for card in cards]
+        if cards:
+            models = {re.sub(r"[^A-Za-z0-9]+", "-", card["name"]).strip("-")[:63] for card in cards}
+            labels = {"gpu": models.pop()} if len(models) == 1 else {}
+            labels["gpu-memory-gb"] = str(min(card["memory_total"] for card in cards) >> 30)
+            want["labels"] = {**labels, **(want.get("labels") or {})}
+            total = sum(card["memory_total"] for card in cards) >> 30
+            want["custom"] = {MEMORY: total, **(want.get("custom") or {})}
 
     async def meet_head(self) -> Optional[Json]:
         """The head to join, once there is something to join; None: we are the head."""

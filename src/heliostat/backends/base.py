@@ -126,9 +126,10 @@ class Backend(Protocol):
         """Yields each handle the moment it exists, and goes on only when the caller has put it on record."""
         ...
 
-    def strays(self, mark: str, table: Mapping[str, Any], host: Transport) -> Sequence[Handle]:
+    def strays(self, mark: str | None, spec: ClusterSpec, host: Transport) -> Sequence[Handle]:
         """What was launched for this cluster and may not be on record, because the one who launched it died. Empty where
-        such a thing ends by itself. table: the site's own, as the record has it."""
+        such a thing ends by itself. mark None: nobody has the record; whatever has the cluster's name, where the site's
+        machines remember it: "id" and "launch" of each in its detail."""
         ...
 
     def observe(self, handles: Sequence[Handle], host: Transport) -> dict[str, Observation]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
@@ -101,7 +101,7 @@ class Local:
             yield Handle(f"{spawned.pid}.{spawned.start}", step.nodes, detail)
             spawned.feed(json.dumps(step.config).encode())
 
-    def strays(self, mark: str, table: Mapping[str, Any], host: Transport) -> list[Handle]:
+    def strays(self, mark: str | None, spec: ClusterSpec, host: Transport) -> list[Handle]:
         return []  # whoever gets no config on standard input ends
 
     def observe(self, handles: Sequence[Handle], host: Transport) -> dict[str, Observation]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from heliostat.backends.base import Check, File, Handle, Observation, Order, Plan, Step
 from heliostat.errors import HeliostatError, UsageError
-from heliostat.mirror import pack
+from heliostat.mirror import PLACE, pack
 from heliostat.ssh import far
 from heliostat.states import NodeState
 
@@ -134,8 +134,24 @@ class OverSsh:
             return
         yield from _in_parallel(lambda step: _start(order, step, texts, head), rest)
 
-    def strays(self, mark: str, table: Mapping[str, Any], host: Transport) -> list[Handle]:
-        return []  # what is started is on record at once; a host that was cut off in between ends for want of its head
+    def strays(self, mark: str | None, spec: ClusterSpec, host: Transport) -> list[Handle]:
+        """Each host is asked what it has. Where nobody has the record, the head's is asked first: without a head there is
+        no cluster."""
+        from heliostat.spec import hosts
+
+        first, *rest = hosts(spec)
+
+        def of(one: Host) -> list[Handle]:
+            return _found(one, mark, spec.cluster_name)
+
+        if mark is not None:
+            return [handle for found in _in_parallel(of, [first, *rest]) for handle in found]
+        heads = of(first)
+        if not heads:
+            return []
+        newest = max(heads, key=lambda handle: handle.detail["since"])
+        more = [handle for found in _in_parallel(of, rest) for handle in found]
+        return [newest, *(handle for handle in more if handle.detail["id"] == newest.detail["id"])]
 
     # -- looking
 
@@ -207,22 +223,46 @@ def _start(order: Order, step: Step, texts: Mapping[str, bytes], head: Mapping[s
     # the command's folder is the head's alone
     mine = {n: d for n, d in order.files.items() if detail["role"] == "head" or not n.endswith(".zip")}
     files = {script: texts[script], f"config-{node}.json": json.dumps(config).encode(), **mine}
-    argv = ["sh", "-c", _START, "sh", detail["folder"], node, step.config["role"], step.config["mark"]]
+    config_words = [step.config["role"], step.config["mark"], str(step.config["launch"])]
+    argv = ["sh", "-c", _START, "sh", detail["folder"], node, *config_words]
     try:
         done = far(detail["ssh"]).run(argv, input=pack(files), timeout=START_S + 30)
         answer = json.loads(done.out.strip().splitlines()[-1])
     except HeliostatError as error:
-        return Handle(
-            f"{node}.none", step.nodes, {**detail, "refused": f"{error.what}: {error.because}; {error.hint}"}
-        )
+        refused = f"{error.because or error.what}; {error.hint}"
+        return Handle(f"{node}.none", step.nodes, {**detail, "refused": refused})
     except (ValueError, IndexError):
         words = [line for line in done.err.splitlines() if line.strip()] or [done.saw()]
         return Handle(f"{node}.none", step.nodes, {**detail, "refused": words[-1].strip()[:300]})
-    words = answer["words"]
+    return _handle(node, {**detail, "head": answer["head"]}, answer["words"])
+
+
+def _handle(node: str, detail: Mapping[str, Any], words: Mapping[str, Any]) -> Handle:
+    """words: what the agent said of itself."""
     who = {key: words.get(key) for key in ("pid", "start", "temp", "executable")}
-    return Handle(
-        f"{node}.{words['pid']}.{words['start']}", step.nodes, {**detail, **who, "head": answer["head"]}
-    )
+    return Handle(f"{node}.{words['pid']}.{words['start']}", (node,), {**detail, **who})
+
+
+def _found(host: Host, mark: str | None, cluster: str) -> list[Handle]:
+    """What this host has of clusters of this name; nothing where it cannot be asked."""
+    node, found = host.node, []
+    try:
+        done = far(ssh_words(host)).run(["sh", "-c", _FIND, "sh", PLACE, node, mark or "*"], timeout=ASK_S)
+        for line in done.out.splitlines():
+            config, words = json.loads(line)
+            if config["cluster"] == cluster and words.get("pid"):
+                detail = {
+                    "ssh": list(ssh_words(host)),
+                    "folder": config["folder"],
+                    "mark": config["mark"],
+                    "role": config["role"],
+                }
+                more = {"id": config["id"], "launch": config["launch"], "since": words["since"]}
+                more["kind"] = "run" if config.get("command") else "up"
+                found.append(_handle(node, {**detail, **more}, words))
+    except (HeliostatError, ValueError, KeyError, TypeError):
+        pass
+    return found
 
 
 def _ask(handle: Handle) -> Observation:
@@ -282,21 +322,41 @@ def _in_parallel(do: Callable[[A], B], items: Sequence[A]) -> list[B]:
         return list(pool.map(do, items))
 
 
-# $1: the cluster's folder below the home; $2: the node; $3: its role; $4: its mark. On standard input: a tar of the files.
+# $1: the cluster's folder below the home; $2: the node; $3: its role; $4: its mark; $5: the launch's number. On standard
+# input: a tar of the files. An agent that an interrupted `up` has started already is taken as it is, or, where that was
+# another launch, told to end.
 _START = """
 umask 077
 mkdir -p -- "$1/logs/$2" "$1/nodes" && cd -- "$1" && tar -xf - || exit 1
-rm -f -- "nodes/$2.json"; [ "$3" = head ] && rm -f head.json
-HELIOSTAT_NODE=$4 setsid nohup bash "start-$2.sh" <"config-$2.json" >>"logs/$2/agent.log" 2>&1 &
-pid=$! i=0
+f="nodes/$2.json"
+pid=$(sed -n 's/^ *"pid": \\([0-9]*\\).*/\\1/p' "$f" 2>/dev/null)
+ours() { [ -n "$1" ] && tr '\\0' '\\n' <"/proc/$1/environ" 2>/dev/null | grep -qx "HELIOSTAT_NODE=$2"; }
+i=0
+if ours "$pid" "$4" && ! grep -q "\"launch\": $5," "$f"; then
+  kill -TERM "$pid"
+  while ours "$pid" "$4" && [ $i -lt 600 ]; do sleep 0.1; i=$((i + 1)); done
+fi
+if ! ours "$pid" "$4"; then
+  rm -f -- "$f"; [ "$3" = head ] && rm -f head.json
+  HELIOSTAT_NODE=$4 setsid nohup bash "start-$2.sh" <"config-$2.json" >>"logs/$2/agent.log" 2>&1 &
+  pid=$!
+fi
 while [ $i -lt 600 ]; do
-  if [ -s "nodes/$2.json" ]; then [ "$3" != head ] || [ -s head.json ] && break; fi
+  if [ -s "$f" ]; then [ "$3" != head ] || [ -s head.json ] && break; fi
   kill -0 $pid 2>/dev/null || break
   sleep 0.1; i=$((i + 1))
 done
-[ -s "nodes/$2.json" ] || { tail -n 3 "logs/$2/agent.log" >&2; exit 1; }
+[ -s "$f" ] || { tail -n 3 "logs/$2/agent.log" >&2; exit 1; }
 head=null; [ -s head.json ] && head=$(tr -d '\\n' <head.json)
-printf '{"words": %s, "head": %s}\\n' "$(tr -d '\\n' <"nodes/$2.json")" "$head"
+printf '{"words": %s, "head": %s}\\n' "$(tr -d '\\n' <"$f")" "$head"
+"""
+# $1: where clusters are; $2: the node; $3: the cluster's id, or `*`. A line each: its config, and its own words
+_FIND = """
+cd -- "$1" 2>/dev/null || exit 0
+for d in $3/"$2"; do
+  [ -s "$d/config-$2.json" ] && [ -s "$d/nodes/$2.json" ] || continue
+  printf '[%s, %s]\\n' "$(tr -d '\\n' <"$d/config-$2.json")" "$(tr -d '\\n' <"$d/nodes/$2.json")"
+done
 """
 # $3: a process. First line: when it started, as the kernel counts; then the node's own words
 _LOOK = """

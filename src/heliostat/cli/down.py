@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import click
 
 from heliostat.cli.options import CLUSTER, common
 from heliostat.cli.output import Output
-from heliostat.errors import HeliostatError, PartlyDone, UsageError
+from heliostat.errors import HeliostatError, NotFoundError, PartlyDone, UsageError
 from heliostat.lifecycle import Lifecycle
 from heliostat.units import count
 
 
 @click.command()
 @click.argument("clusters", type=CLUSTER, nargs=-1)
+@click.option(
+    "--on", "site", metavar="SITE", help="clusters are named by their files; found on the site's machines"
+)
 @click.option("--all", "every", is_flag=True, help="all my clusters")
 @click.option("--now", is_flag=True, help="kill at once, without time to save anything")
 @click.option("--dry-run", is_flag=True, help="say what would be stopped, stop nothing")
 @common
 @click.pass_obj
-def command(out: Output, /, clusters: tuple[str, ...], every: bool, now: bool, dry_run: bool) -> None:
-    """Ends exactly these clusters, verifies that nothing is left, and says what it removed."""
+def command(
+    out: Output, /, clusters: tuple[str, ...], site: str | None, every: bool, now: bool, dry_run: bool
+) -> None:
+    """Ends exactly these clusters, verifies that nothing is left, and says what it removed.
+
+    `down --on ssh lab.yaml` ends one whose record is not on this machine."""
     life = Lifecycle(emit=out.emit)
+    if site:
+        clusters = tuple(find(life, file, site) for file in clusters)
     names = life.store.names() if every else list(dict.fromkeys(clusters))
     if not names and not every:
         raise UsageError(
@@ -57,6 +68,19 @@ def command(out: Output, /, clusters: tuple[str, ...], every: bool, now: bool, d
         )
     if not names:
         out.say("no clusters")
+
+
+def find(life: Lifecycle, file: str, site: str) -> str:
+    """The name of the cluster that this file describes; what runs of it without a record here is taken over."""
+    from heliostat.cli.options import read_config
+
+    spec = read_config({"on": site}, Path(file)).spec
+    name = spec.cluster_name
+    if life.store.find(name) is None and life.adopt(spec) is None and life.store.last_past(name) is None:
+        raise NotFoundError(
+            f"no cluster `{name}` runs on the machines of `{file}`", hint="heliostat ls --all"
+        )
+    return name
 
 
 def show_dry(out: Output, life: Lifecycle, names: list[str]) -> None:

@@ -24,6 +24,7 @@ NOT_FOR_GUESTS = ("name", "nodes", "min_nodes", "groups", "time", "head", "hosts
 @click.command(cls=SiteCommand)
 @click.argument("cluster", type=CLUSTER)
 @click.option("--detach", is_flag=True, help="return once it is asked for")
+@click.option("--host", "hosts", multiple=True, metavar="HOST", help="a machine over ssh; again for more")
 @cluster_options
 @common
 @click.argument("words", metavar="[SCRIPT.py [ARGS…]]", nargs=-1, type=click.UNPROCESSED)
@@ -34,16 +35,20 @@ def command(
     cluster: str,
     words: tuple[str, ...],
     detach: bool,
+    hosts: tuple[str, ...],
     file: Path | None,
     dry_run: bool,
     **values: Any,
 ) -> int | None:
-    """Adds nodes to a running cluster as a job of their own. CLUSTER may be the head's job id.
+    """Adds nodes to a running cluster as a job of their own, or machines over ssh. CLUSTER may be the head's job id.
 
     With a script: it runs on the first of them when all are there, and they leave when it ends."""
     life = Lifecycle(emit=out.emit)
     record = life.store.open(cluster).record()
     name = record.name
+    if hosts:
+        add_hosts(out, life, name, hosts)
+        return None
     work = command_line()
     argv = script_command(tuple(work)) if work else None
     base = {key: value for key, value in record.spec.items() if key not in NOT_FOR_GUESTS}
@@ -67,3 +72,12 @@ def command(
         out.say(f"{nodes} joined `{name}` as `{guest}`")
         out.data(guest)
     return code
+
+
+def add_hosts(out: Output, life: Lifecycle, name: str, hosts: tuple[str, ...]) -> None:
+    from heliostat import growth
+
+    view = growth.add_hosts(life, name, hosts)
+    if out.json:
+        return out.document({"cluster": name, "hosts": list(hosts), "nodes": len(view.record.nodes)})
+    out.say(f"{', '.join(hosts)} joined `{name}`, which has {count(view.alive(), 'node')} now")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,12 @@ import click
 
 from heliostat.cli.native import SiteCommand
 from heliostat.cli.options import cluster_options, common, read_config
-from heliostat.cli.output import Output
-from heliostat.errors import UsageError
+from heliostat.cli.output import Output, table
+from heliostat.errors import PartlyDone, UsageError
 from heliostat.lifecycle import Lifecycle
 from heliostat.looking import View
-from heliostat.units import count
+from heliostat.states import NodeState
+from heliostat.units import count, format_bytes
 
 
 @click.command(cls=SiteCommand)
@@ -37,7 +39,12 @@ def command(
     name = config.spec.cluster_name
     known = life.store.find(name)
     was_ready = known is not None and life.look(known).address is not None
-    view = life.up(config.spec, wait=not no_wait)
+    try:
+        view = life.up(config.spec, wait=not no_wait)
+    except PartlyDone:
+        if not out.json:
+            machines(out, life.find(name))
+        raise
     if out.json:
         return out.document(summary(view))
     if no_wait:
@@ -63,9 +70,40 @@ def summary(view: View) -> dict[str, Any]:
     }
 
 
+def machines(out: Output, view: View) -> None:
+    """Where the machines are the person's own: what each brings, or why it is not there."""
+    if not view.record.spec.get("hosts"):
+        return
+    rows, cpus, gpus, memory = [], 0, 0, 0
+    for node in view.record.nodes.values():
+        told: dict[str, Any] = (view.live.get("nodes") or {}).get(node.name) or {}
+        there = node.state is NodeState.READY
+        size = (told.get("resources") or {}) if there else {}
+        cards = (told.get("gpus") or []) if there else []
+        kinds = Counter((card["name"], card["memory"]) for card in cards)
+        words = [f"{n} × {name} {format_bytes(each)}" for (name, each), n in kinds.items()]
+        cpus, gpus = cpus + (size.get("cpus") or 0), gpus + (size.get("gpus") or 0)
+        memory += sum(card["memory"] for card in cards)
+        rows.append(
+            (
+                node.name,
+                node.role,
+                str(node.state).lower(),
+                told.get("ip") or "-",
+                size.get("cpus", "-"),
+                ", ".join(words) or size.get("gpus", "-"),
+                node.reason,
+            )
+        )
+    out.say(table(rows, ("HOST", "ROLE", "STATE", "IP", "CPUS", "GPUS", "WHY")))
+    cards_in_all = f"{count(gpus, 'GPU')} with {format_bytes(memory)}" if memory else count(gpus, "GPU")
+    out.say(f"{view.alive()} of {count(len(rows), 'machine')}: {count(cpus, 'CPU')}, {cards_in_all}")
+
+
 def banner(out: Output, view: View) -> None:
     """What next, in commands that work as they stand."""
     name = view.record.name
+    machines(out, view)
     out.say(f"`{name}` is {out.state(str(view.state))}: {count(view.alive(), 'node')}")
     for what, line in (
         ("run a job", f"heliostat submit {name} --wait -- python script.py"),
