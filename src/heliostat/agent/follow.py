@@ -8,7 +8,6 @@ import io
 import json
 import os
 import select
-import sys
 import time
 from typing import Any, Dict, Iterator, List
 
@@ -20,7 +19,7 @@ BEAT_S = 5.0  # a word at least so often: whoever cannot be told any more is gon
 LARGEST = 1 << 20  # of one log in one line
 
 
-def follow() -> int:
+def follow() -> Iterator[Json]:
     """In the cluster's folder. Standard input: a line of JSON with the head's process, the small files to send whole, a
     node whose logs are wanted too, and how much of each log is there already; later lines change it. Its end is ours."""
     words = io.FileIO(0)  # what is not read yet must be seen by select
@@ -33,10 +32,10 @@ def follow() -> int:
         small.update((path, None) for path in sent if path not in small)
         alive = processes.alive(want["pid"], want["start"])
         for grown in logs(want["node"], have):  # before the state that may tell of their end
-            say(grown)
+            yield grown
         new = {path: content for path, content in small.items() if sent.get(path, "") != content}
         if new or time.monotonic() - spoke > BEAT_S:
-            say({"alive": alive, "files": new})
+            yield {"alive": alive, "files": new}
             spoke = time.monotonic()
             sent.update(new)
         if select.select([words], [], [], LOOK_S)[0]:
@@ -44,7 +43,6 @@ def follow() -> int:
             if not line:
                 break
             want.update(json.loads(line))
-    return 0
 
 
 def paths(small: List[str]) -> Iterator[str]:
@@ -73,8 +71,3 @@ def logs(node: Any, have: Dict[str, int]) -> Iterator[Json]:
                     have[name] = have.get(name, 0) + len(data)
         except OSError:
             pass  # a folder, or gone in this moment
-
-
-def say(line: Json) -> None:
-    sys.stdout.write(json.dumps(line) + "\n")
-    sys.stdout.flush()

@@ -226,11 +226,18 @@ VERBS: Dict[str, Callable[[Json], Json]] = {
 }
 
 
+def _say(answer: Json) -> None:
+    sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()
+
+
 def main() -> int:
     if sys.argv[1:] == ["follow"]:
         from .follow import follow
 
-        return follow()
+        for line in follow():
+            _say(line)
+        return 0
     try:
         verb = VERBS[sys.argv[1]] if len(sys.argv) == 2 and sys.argv[1] in VERBS else None
         if verb is None:
@@ -242,6 +249,5 @@ def main() -> int:
     except Exception as error:
         traceback.print_exc()
         answer = {"ok": False, "error": "%s: %s" % (type(error).__name__, error), "exit_code": 1}
-    sys.stdout.write(json.dumps(answer) + "\n")
-    sys.stdout.flush()
+    _say(answer)
     return int(answer.get("exit_code", 0 if answer.get("ok") else 1))
