@@ -98,8 +98,11 @@ class Ending(Looking):
                 known = {h.native_id for h in handles}
                 strays = backend.strays(record.id, planning.spec_of(record), self.host_of(record))
                 handles += [h for h in strays if h.native_id not in known]
+            given_up = None
             try:
                 backend.cancel(handles, self.host_of(record), now=now)
+            except PartlyDone as error:
+                given_up = error
             except HeliostatError:
                 folder.record()  # raises when another command has put it into the history meanwhile
                 raise
@@ -125,7 +128,10 @@ class Ending(Looking):
                 hint=f"heliostat down {view.record.name} --now",
             )
         try:
-            return self._archive(view)
+            ended = self._archive(view)
+            if given_up:
+                raise given_up
+            return ended
         except DiskError as error:
             raise PartlyDone(
                 f"`{view.record.name}` is stopped, but its record could not be written",

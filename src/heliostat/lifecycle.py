@@ -5,6 +5,7 @@ Nothing here prints; what happens is told to `emit` as events. Nothing here know
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 import time
@@ -238,7 +239,8 @@ class Lifecycle(Ending):
             old = [h for h in record.handles if set(h["nodes"]) <= again]
             # what an earlier life may have left must not meet the next one
             old_handles = [Handle.from_json(h) for h in old]
-            backends.load(record.site).cancel(old_handles, self.host_of(record), now=True)
+            with contextlib.suppress(PartlyDone):  # one that comes back is sent away by the head
+                backends.load(record.site).cancel(old_handles, self.host_of(record), now=True)
             record.handles = [h for h in record.handles if h not in old]
             for member in missing:
                 if member.name in again:

@@ -168,6 +168,15 @@ def members_of(record: Record) -> list[Member]:
     return [member for member in members(spec_of(record)) if member.name in record.nodes]
 
 
+# in words that any Python understands
+_MAIN = b"""import sys
+if sys.version_info < (3, 9):
+    sys.exit("Python %d.%d is too old: 3.9 is the first that will do" % tuple(sys.version_info[:2]))
+from agent.main import main
+sys.exit(main())
+"""
+
+
 def agent_archive() -> bytes:
     """The agent as one zipapp: the same bytes every time."""
     buffer = io.BytesIO()
@@ -176,7 +185,7 @@ def agent_archive() -> bytes:
         def add(name: str, text: bytes) -> None:
             archive.writestr(zipfile.ZipInfo(name, (2020, 1, 1, 0, 0, 0)), text, zipfile.ZIP_DEFLATED)
 
-        add("__main__.py", b"import sys\nfrom agent.main import main\nsys.exit(main())\n")
+        add("__main__.py", _MAIN)
         for path in sorted((Path(__file__).parent / "agent").glob("*.py")):
             add(f"agent/{path.name}", path.read_bytes())
     return buffer.getvalue()

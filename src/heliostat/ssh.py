@@ -6,6 +6,7 @@ password: BatchMode. The far side needs a shell and the usual Unix programs, not
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import functools
 import os
@@ -23,10 +24,11 @@ from heliostat.errors import HeliostatError
 from heliostat.script import quote
 from heliostat.transport import Completed, Local
 
-CONNECT_S = 15
+CONNECT_S = 10
 ALIVE_S = 5  # three times without an answer, and the connection is given up
-LOST = 255  # ssh's own code: the command's never reached us
+LONGEST = 104 - 60  # a socket's path, less the name that ssh gives it
 HINTS = {
+    "identification has changed": "if your site says why: ssh-keygen -R {target}, then ssh {target} once by hand",
     "host key verification failed": "ssh {target} once by hand, and compare the key it shows with your site's",
     "permission denied": "ssh {target} must work without a password: ssh-add your key, or ssh-copy-id {target}",
     "could not resolve": "is `{target}` right? ssh -G {target} shows what your ~/.ssh/config makes of it",
@@ -73,10 +75,11 @@ class Ssh:
         return [*base, *(word for option in share for word in ("-o", option))]
 
     def _words(self, argv: Sequence[str], mark: str) -> list[str]:
-        """In a login shell: a scheduler's commands are often found only there. What its start files print comes before
-        the mark."""
-        inner = f'cd; echo {mark}; exec "$@"'
-        return [*self.command, "--", self.target, quote(["bash", "-lc", inner, "bash", *argv])]
+        """In a login bash: a scheduler's commands are often found only there. What its start files print comes before
+        the mark. The person's own shell may be any, and sees one plain word: fish and csh read quotes in ways of their own."""
+        script = f'set -- {quote(argv)}; cd; echo {mark}; exec "$@"'
+        coded = base64.b64encode(script.encode()).decode()
+        return [*self.command, "--", self.target, f"bash -lc 'eval \"$(echo {coded} | base64 -d)\"'"]
 
     def run(self, argv: Sequence[str], *, input: bytes = b"", timeout: float) -> Completed:
         mark = f"heliostat-{secrets.token_hex(8)}"
@@ -131,8 +134,6 @@ class Ssh:
         return Path(done.out)
 
     def read(self, path: Path, offset: int = 0, limit: int = 1 << 20) -> bytes:
-        import base64
-
         script = f'tail -c +{offset + 1} -- "$1" | head -c {limit} | base64'
         try:
             return base64.b64decode(self.run(["sh", "-c", script, "sh", str(path)], timeout=60).out)
@@ -215,8 +216,12 @@ _known: dict[tuple[str, ...], Ssh] = {}
 
 
 def _sockets() -> Path:
-    """A folder of ours alone, with a path that is short enough for a socket's."""
-    place = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()) / f"heliostat-{os.getuid()}"
+    """A folder of ours alone, with a path that is short enough for a socket's: macOS has long ones for temporary files."""
+    name = f"heliostat-{os.getuid()}"
+    places = [os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir(), tempfile.gettempdir(), "/tmp"]
+    place = next(
+        (Path(p) / name for p in places if len(os.fsencode(p)) + len(name) < LONGEST), Path("/tmp") / name
+    )
     with contextlib.suppress(FileExistsError):
         place.mkdir(mode=0o700)
     status = place.lstat()

@@ -234,7 +234,8 @@ def make_venv(folder: Path, ray: str | None = None, program: str | None = None) 
         (site / f"ray-{ray}.dist-info").mkdir()
     if program:
         path = folder / "bin" / "ray"
-        path.write_text(f"#!{folder}/bin/python3\n{program}")
+        # as pip writes it, for a path with a space in it too
+        path.write_text(f"#!/bin/sh\n'''exec' '{folder}/bin/python3' \"$0\" \"$@\"\n' '''\n{program}")
         path.chmod(0o755)
     return folder
 

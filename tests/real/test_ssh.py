@@ -5,6 +5,7 @@ Where Ray itself is not looked at, it is the stand-in of `faults.py`, which is r
 from __future__ import annotations
 
 import json
+import pwd
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -16,6 +17,12 @@ from real.faults import fake_ray, four_lines
 
 pytestmark = [pytest.mark.needs_slurm, pytest.mark.needs_ray]
 
+CLOCK = """
+import time
+real = time.time
+time.time = lambda: real() + %d
+"""
+OLD = "import sys\nsys.version_info = (3, 6, 8, 'final', 0)\n"
 HELLO = """
 import os, sys, ray
 ray.init(logging_level="ERROR")
@@ -29,10 +36,13 @@ sys.exit(int(os.environ.get("CODE", "0")))
 
 @pytest.fixture(scope="module")
 def lab() -> Iterator[Lab]:
-    with Lab(3, LAB_HOMES="1") as made:
+    with Lab(3, LAB_HOMES="1", LAB_ODD="1") as made:
         fake_ray(ROOT / "shared/fake")
         made.put("hello.py", HELLO)
         made.put("beside.txt", "me")
+        old = ROOT / "nodes/n2/home/old"
+        old.mkdir()
+        (old / "sitecustomize.py").write_text(OLD)
         yield made
 
 
@@ -68,6 +78,13 @@ def write(lab: Lab, fake: bool = True, **more: Any) -> str:
     }
     lab.put("lab.yaml", json.dumps({**base, **more}))
     return "lab.yaml"
+
+
+def fresh(lab: Lab) -> dict[str, str]:
+    """Connections that are open already ask for no key again: for commands that share none of them."""
+    place = f"/tmp/{time.time_ns()}"
+    lab.run("mkdir", place)
+    return {"XDG_RUNTIME_DIR": place}
 
 
 def status(lab: Lab) -> dict[str, Any]:
@@ -255,6 +272,30 @@ def test_a_cut_cable(lab: Lab) -> None:
     ok(lab.heliostat("down", "lab"))
 
 
+def test_a_machine_that_is_given_up(lab: Lab) -> None:
+    ok(lab.heliostat("up", write(lab)))
+    lab.cut("n3")
+    done = lab.heliostat("down", "lab", "--now")
+    assert done.rc == 3 and "n3" in four_lines(done.err)["because"], done.err
+    assert json.loads(ok(lab.heliostat("ls", "--json")).out)["clusters"] == []
+    wait_for("n3 ends by itself", lambda: not lab.left_on("n3"))
+    lab.heal("n3")
+    # what it could not be asked for then is found by the next who looks there
+    lab.run("ssh", "n3", "rm -r .heliostat/via")
+
+
+def test_a_cable_is_cut_while_it_ends(lab: Lab) -> None:
+    ok(lab.heliostat("up", write(lab)))
+    going = lab.start("down", "lab")
+    wait_for("the head's agent ends", lambda: not lab.root("n1", "pgrep", "-f", "agent.pyz node").out)
+    lab.cut("n3")
+    time.sleep(1)
+    lab.heal("n3")
+    _, err = going.communicate(timeout=300)
+    assert going.returncode in (0, 1), err
+    ok(lab.heliostat("down", "lab"))
+
+
 # -- machines that let nobody in
 
 
@@ -264,6 +305,9 @@ def test_a_cut_cable(lab: Lab) -> None:
         ({"host": "nowhere.invalid"}, {}, "Could not resolve hostname nowhere.invalid"),
         ({"host": "daemon@n2"}, {}, "This account is currently not available"),
         ({"host": "n2", "port": 2222}, {}, "Connection refused"),
+        ({"host": "n2", "key": "/dev/null"}, {}, "Permission denied"),
+        ({"host": "n2", "environment": {"setup": ["PATH=/nowhere"]}}, {}, "python3: not found"),
+        ({"host": "n2", "environment": {"setup": ["export PYTHONPATH=~/old"]}}, {}, "Python 3.6 is too old"),
         ({"host": "n2", "environment": {"venv": "/nowhere"}}, {}, "/nowhere/bin/activate"),
         ({"host": "n2", "environment": {"setup": ["module load nosuch || exit 1"]}}, {}, "module"),
     ],
@@ -271,22 +315,93 @@ def test_a_cut_cable(lab: Lab) -> None:
 def test_a_machine_that_cannot_be_used(
     lab: Lab, host: dict[str, Any], more: dict[str, Any], said: str
 ) -> None:
-    done = lab.heliostat("up", write(lab, hosts=["n1", host], **more))
+    done = lab.heliostat("up", write(lab, hosts=["n1", host], **more), env=fresh(lab))
     assert done.rc == 3 and said in four_lines(done.err)["because"], done.err
     ok(lab.heliostat("down", "lab"))
 
 
 def test_an_unknown_and_a_changed_host_key(lab: Lab) -> None:
-    config = lab.home / ".ssh/config"
+    config, known = lab.home / ".ssh/config", lab.home / ".ssh/known"
     before = config.read_text()
+    keys = lab.run("ssh-keyscan", "-t", "ed25519", "n1", "n2", "n3").out.splitlines()
+    other = next(line for line in keys if line.startswith("n1")).split()[-1]
     try:
         config.write_text("UserKnownHostsFile ~/.ssh/known\n")
-        lab.run("mkdir", "-p", "sockets")  # connections that are open already are not asked again
-        done = lab.heliostat("up", write(lab), env={"XDG_RUNTIME_DIR": f"{ROOT}/home/{USER}/sockets"})
-        assert done.rc == 1 and "ssh n1 once by hand" in done.err, done.err
-        assert "Host key verification failed" in done.err
+        env = fresh(lab)
+        done = lab.heliostat("up", write(lab), env=env)
+        assert done.rc == 1 and "Host key verification failed" in done.err, done.err
+        assert "ssh n1 once by hand" in done.err
+        lab.run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", "another")
+        changed = (lab.home / "another.pub").read_text().split()[1]
+        known.write_text(
+            "\n".join(line.replace(other, changed) if line.startswith("n2") else line for line in keys) + "\n"
+        )
+        done = lab.heliostat("up", write(lab), env=env)
+        assert done.rc == 3 and "ssh-keygen -R n2" in four_lines(done.err)["because"], done.err
+        ok(lab.heliostat("down", "lab", env=env))
     finally:
         config.write_text(before)
+
+
+@pytest.mark.parametrize("shell", ["fish", "tcsh"])
+def test_another_shell_and_a_home_with_a_space(lab: Lab, shell: str) -> None:
+    """One person there whose home is the same on all hosts, as NFS makes it."""
+    venv = ROOT / f"home/of {shell}/my ray"
+    if not venv.exists():
+        fake_ray(venv)
+    user = f"{USER}-{shell}"
+    file = write(
+        lab, hosts=[{"host": n, "user": user} for n in ("n1", "n2")], environment={"venv": "~/my ray"}
+    )
+    ok(lab.heliostat("up", file))
+    assert status(lab)["state"] == "ready"
+    assert "n2 | it's" in ok(lab.heliostat("exec", "lab", "--", "echo", "it's", "$HOME", "!x")).out
+    ok(lab.heliostat("down", "lab"))
+    for host in ("n1", "n2"):
+        assert not lab.root(host, "pgrep", "-u", user, "-f", "agent.pyz|bin/ray").out.split()
+    assert not list((ROOT / f"home/of {shell}/.heliostat").rglob("token"))
+
+
+def test_a_disk_that_is_full(lab: Lab) -> None:
+    place = f"{ROOT}/home/{USER}/.heliostat"
+    lab.run("ssh", "n2", "mkdir -p .heliostat")
+    assert (
+        lab.root(
+            "n2",
+            "mount",
+            "-t",
+            "tmpfs",
+            "-o",
+            f"size=16k,mode=700,uid={pwd.getpwnam(USER).pw_uid}",
+            "full",
+            place,
+        ).rc
+        == 0
+    )
+    try:
+        done = lab.heliostat("up", write(lab))
+        assert done.rc == 3 and "No space left on device" in four_lines(done.err)["because"], done.err
+        ok(lab.heliostat("down", "lab"))
+    finally:
+        lab.root("n2", "umount", place)
+
+
+def test_a_clock_that_is_off(lab: Lab) -> None:
+    """By an hour, on one host, ahead and behind; the clock of our own programs: the machine's is nobody's to touch."""
+    for seconds in (3600, -3600):
+        place = ROOT / "nodes/n2/home/clock"
+        place.mkdir(exist_ok=True)
+        (place / "sitecustomize.py").write_text(CLOCK % seconds)
+        venv = str(ROOT / "shared/fake")
+        off = {"host": "n2", "environment": {"venv": venv, "setup": ["export PYTHONPATH=~/clock"]}}
+        ok(lab.heliostat("up", write(lab, hosts=["n1", off])))
+        assert status(lab)["state"] == "ready"
+        ok(lab.heliostat("restart", "lab", "--node", "n2"))
+        ok(lab.heliostat("scale", "lab", "0"))
+        assert list(status(lab)) == ["state", "n1"]
+        ok(lab.heliostat("scale", "lab", "1"))
+        assert status(lab)["state"] == "ready"
+        ok(lab.heliostat("down", "lab"))
 
 
 def test_a_login_shell_that_talks(lab: Lab) -> None:

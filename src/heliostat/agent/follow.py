@@ -31,8 +31,7 @@ def follow() -> Iterator[Json]:
         small = {path: text(path) for path in paths(want["small"])}
         small.update((path, None) for path in sent if path not in small)
         alive = processes.alive(want["pid"], want["start"])
-        for grown in logs(want["node"], have):  # before the state that may tell of their end
-            yield grown
+        yield from logs(want["node"], have)  # before the state that may tell of their end
         new = {path: content for path, content in small.items() if sent.get(path, "") != content}
         if new or time.monotonic() - spoke > BEAT_S:
             yield {"alive": alive, "files": new}

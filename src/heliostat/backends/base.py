@@ -137,7 +137,8 @@ class Backend(Protocol):
         ...
 
     def cancel(self, handles: Sequence[Handle], host: Transport, *, now: bool = False) -> None:
-        """Idempotent; returns when they are gone. Raises HeliostatError when something could not be stopped."""
+        """Idempotent; returns when they are gone. Raises HeliostatError when something could not be stopped; PartlyDone
+        with `now` when machines that cannot be reached are given up."""
         ...
 
     def execute(self, node: str, handle: Handle, argv: Sequence[str], host: Transport) -> Completed:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from heliostat.backends.base import Check, File, Handle, Observation, Order, Plan, Step
-from heliostat.errors import HeliostatError, UsageError
+from heliostat.errors import HeliostatError, PartlyDone, UsageError
 from heliostat.mirror import PLACE, pack
 from heliostat.ssh import far
 from heliostat.states import NodeState
@@ -77,7 +77,7 @@ class OverSsh:
             assert host is not None
             environment = host.environment or spec.environment
             script = agent_script(
-                environment, Path("agent.pyz"), "node", python=order.options.python,
+                environment, Path("agent.pyz"), "node", python=order.options.python, elsewhere=True,
                 comment=f"heliostat: the node `{member.name}` of `{spec.cluster_name}`; its config comes on standard input",
             )  # fmt: skip
             path = _place(order, member.name) / f"start-{member.name}.sh"
@@ -159,14 +159,23 @@ class OverSsh:
         return dict(zip([h.native_id for h in handles], _in_parallel(_ask, handles), strict=True))
 
     def cancel(self, handles: Sequence[Handle], host: Transport, *, now: bool = False) -> None:
-        """Each host ends its own, all at once, and verifies."""
-        failed = [words for words in _in_parallel(lambda handle: _stop(handle, now), handles) if words]
-        if failed:
-            raise HeliostatError(
-                "some hosts could not be told to stop",
-                because="; ".join(failed)[:400],
-                hint="their nodes end by themselves when their head is gone; the same command again verifies it",
+        """Each host ends its own, all at once, and verifies. One that cannot be reached is an error, or with `now` given up:
+        what runs there ends when it does not hear its head any more."""
+        failed = [one for one in _in_parallel(lambda handle: _stop(handle, now), handles) if one]
+        if not failed:
+            return
+        because = "; ".join(words for words, _ in failed)[:400]
+        if now and not any(reached for _, reached in failed):
+            raise PartlyDone(
+                "some hosts could not be reached, and are given up",
+                because=because,
+                hint="what runs there ends by itself when it does not hear its head any more",
             )
+        raise HeliostatError(
+            "some hosts could not be told to stop",
+            because=because,
+            hint="the same command again, when they can be reached; --now gives them up",
+        )
 
     def execute(self, node: str, handle: Handle, argv: Sequence[str], host: Transport) -> Completed:
         return far(handle.detail["ssh"]).run(argv, timeout=RUN_S)
@@ -232,7 +241,9 @@ def _start(order: Order, step: Step, texts: Mapping[str, bytes], head: Mapping[s
         refused = f"{error.because or error.what}; {error.hint}"
         return Handle(f"{node}.none", step.nodes, {**detail, "refused": refused})
     except (ValueError, IndexError):
-        words = [line for line in done.err.splitlines() if line.strip()] or [done.saw()]
+        words = [line for line in done.err.splitlines() if line.strip() and "tar: E" not in line] or [
+            done.saw()
+        ]
         return Handle(f"{node}.none", step.nodes, {**detail, "refused": words[-1].strip()[:300]})
     return _handle(node, {**detail, "head": answer["head"]}, answer["words"])
 
@@ -282,11 +293,11 @@ def _ask(handle: Handle) -> Observation:
     return Observation(N.ALLOCATED if lives else N.GONE, "", words=said)
 
 
-def _stop(handle: Handle, now: bool) -> str:
-    """Words when it could not be done."""
+def _stop(handle: Handle, now: bool) -> tuple[str, bool] | None:
+    """Words when it could not be done, and whether the host was reached."""
     detail = handle.detail
     if "refused" in detail:
-        return ""
+        return None
     node = {key: detail.get(key) for key in ("pid", "start", "mark", "temp")}
     request = json.dumps({"nodes": [node], "now": now, "seconds": STOP_S}).encode()
     script = 'cd -- "$1" 2>/dev/null || { echo \'{"ok": true}\'; exit 0; }; exec "$2" agent.pyz stop'
@@ -299,10 +310,10 @@ def _stop(handle: Handle, now: bool) -> str:
         )
         answer = json.loads(done.out)
     except HeliostatError as error:
-        return f"{handle.nodes[0]}: {error.because or error.what}"
+        return f"{handle.nodes[0]}: {error.because or error.what}", False
     except ValueError:
-        return f"{handle.nodes[0]}: {done.err.strip()[-200:]}"
-    return "" if answer.get("ok") else f"{handle.nodes[0]}: still there: {answer.get('left')}"
+        return f"{handle.nodes[0]}: {done.err.strip()[-200:]}", True
+    return None if answer.get("ok") else (f"{handle.nodes[0]}: still there: {answer.get('left')}", True)
 
 
 def _check(host: Host) -> Check:
