@@ -149,30 +149,37 @@ class Looking:
     def host_of(self, record: Record) -> Transport:
         return self.host_for(record.spec.get(record.site) or {})
 
-    def mirror(self, folder: ClusterFolder, record: Record) -> Mirror | None:
-        """The way to the cluster's folder where that is on another machine; None: it is this one."""
+    def mirror(self, folder: ClusterFolder, record: Record, node: str | None = None) -> Mirror | None:
+        """The way to the cluster's folder where that is on another machine, or, where each machine has its own, to this
+        node's. None: it is this one."""
         at_home = record.id in self._at_home or folder.path.parent == self.store.ended
         if record.place is None or at_home:
             return None
-        from heliostat.mirror import Mirror
+        from heliostat.mirror import SMALL, Mirror
+        from heliostat.ssh import far
 
-        host, gate = self.host_of(record), None
-        if host is self.host:
-            gate = next((h["detail"] for h in record.handles if h["detail"].get("role") == "head"), None)
-            if gate is None or "refused" in gate:
+        host = self.host_of(record)
+        if host is not self.host:
+            gate, key = None, record.id
+        else:
+            handles = [h for h in record.handles if "ssh" in h["detail"] and "refused" not in h["detail"]]
+            head = next((h for h in handles if h["detail"]["role"] == "head"), None)
+            there = next((h for h in handles if node in h["nodes"]), head)
+            if there is None or head is None:
                 return None  # nothing is there yet
-            from heliostat.ssh import far
-
-            host = far(gate["ssh"])
-        if record.id not in self._mirrors:
-            self._mirrors[record.id] = Mirror(folder, cast("Ssh", host), Path(record.place), gate)
-        return self._mirrors[record.id]
+            gate, host = there["detail"], far(there["detail"]["ssh"])
+            key = record.id if there is head else f"{record.id}-{node}"
+        if key not in self._mirrors:
+            place = Path(gate["folder"] if gate else record.place)
+            small = SMALL if key == record.id else ()
+            self._mirrors[key] = Mirror(folder, cast("Ssh", host), place, gate, small)
+        return self._mirrors[key]
 
     def refresh(self, folder: ClusterFolder, node: str | None = None, record: Record | None = None) -> None:
         """Brings the files of a cluster that lies elsewhere up to date, with the logs of this node. Silence is told by
         whoever asks the site."""
         with contextlib.suppress(HeliostatError, OSError, ValueError):
-            mirror = self.mirror(folder, record or folder.record())
+            mirror = self.mirror(folder, record or folder.record(), node)
             if mirror:
                 mirror.pull(node)
 

@@ -13,7 +13,7 @@ import secrets
 import tarfile
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +43,18 @@ def pack(files: Mapping[str, bytes]) -> bytes:
 
 
 class Mirror:
-    """head: its process there, {"pid", "start", "executable"}, where it can be seen from the machine with the folder."""
+    """head: its process there, {"pid", "start", "executable"}, where it can be seen from the machine with the folder.
+    small: what is copied besides the logs; a worker's folder has nothing else that is wanted here."""
 
     def __init__(
-        self, folder: ClusterFolder, host: Ssh, place: Path, head: Mapping[str, Any] | None = None
+        self,
+        folder: ClusterFolder,
+        host: Ssh,
+        place: Path,
+        head: Mapping[str, Any] | None = None,
+        small: Sequence[str] = SMALL,
     ) -> None:
-        self.folder, self.host, self.place = folder, host, place
+        self.folder, self.host, self.place, self.small = folder, host, place, small
         self.process = head if head and head.get("pid") else None
         self.head: tuple[NodeState, str] | None = None  # what was last seen of it
         self._next = 0.0
@@ -100,7 +106,7 @@ class Mirror:
         logs = self.folder.logs
         names = [(str(path.relative_to(logs)), path.stat().st_size) for path in self.have(node)]
         cases = "".join(f" {quote([name])}) o={size};;" for name, size in names)
-        script = _PULL % {"small": " ".join(SMALL), "cases": cases, "most": LARGEST}
+        script = _PULL % {"small": " ".join(self.small), "cases": cases, "most": LARGEST}
         process = self.process or {"pid": ""}
         argv = ["sh", "-c", script, "sh", str(self.place), node or "", str(process["pid"])]
         done = self.host.run(argv, timeout=60)
@@ -108,7 +114,7 @@ class Mirror:
             self.head = (NodeState.GONE, "") if self.process else None
             return
         started, small, *grown = done.out.splitlines() or ["", ""]
-        self._unpack(base64.b64decode(small), replace=SMALL)
+        self._unpack(base64.b64decode(small), replace=self.small)
         for line in grown:
             name, offset, data = line.split(" ", 2)
             self.grow(base64.b64decode(name).decode(), int(offset), base64.b64decode(data))
@@ -226,7 +232,7 @@ class Follower(threading.Thread):
         if "log" in said:
             return mirror.grow(said["log"], said["at"], base64.b64decode(said["data"]))
         for name, text in said["files"].items():
-            if name.split("/")[0] in SMALL and ".." not in name:
+            if name.split("/")[0] in mirror.small and ".." not in name:
                 mirror.put(name, text)
         mirror.head = (NodeState.ALLOCATED if said["alive"] else NodeState.GONE, "")
 

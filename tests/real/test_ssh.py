@@ -130,7 +130,9 @@ def test_a_cluster_of_three_machines(lab: Lab) -> None:
     assert done.rc == 1 and sorted(done.out.split("\n"))[1:] == [
         "n1   | 42", "n1   | n1", "n3   | 42", "n3   | n3", "zinc | 42", "zinc | n2",
     ]  # fmt: skip
-    assert "==> ray.log <==" in ok(lab.heliostat("logs", "lab", "n1")).out
+    for node in ("n1", "zinc"):
+        said = ok(lab.heliostat("logs", "lab", node)).out
+        assert "==> ray.log <==" in said and "==> raylet.out <==" in said, "Ray's own, while it runs"
     ok(lab.heliostat("restart", "lab", "--node", "zinc"))
     assert status(lab)["state"] == "ready"
     assert "is up already" in ok(lab.heliostat("up", file)).err
@@ -402,6 +404,30 @@ def test_a_clock_that_is_off(lab: Lab) -> None:
         ok(lab.heliostat("scale", "lab", "1"))
         assert status(lab)["state"] == "ready"
         ok(lab.heliostat("down", "lab"))
+
+
+@pytest.mark.parametrize(
+    "host, said",
+    [
+        ("n1", f"the head at {NET}.1:"),
+        ("n2", f"the head cannot reach this machine at {NET}.2:"),
+    ],
+)
+def test_a_firewall(lab: Lab, host: str, said: str) -> None:
+    """Only ssh may come in: on the head's host, on a worker's."""
+    rules = "add table inet f; add chain inet f in { type filter hook input priority 0; policy drop; }; "
+    rules += "add rule inet f in ct state established accept; add rule inet f in tcp dport 22 accept; "
+    rules += "add rule inet f in iif lo accept; add rule inet f in meta l4proto { icmp, icmpv6 } accept"
+    assert lab.root(host, "nft", rules).rc == 0
+    try:
+        done = lab.heliostat("up", write(lab, hosts=["n1", "n2"]))
+        because = four_lines(done.err)["because"]
+        assert done.rc == 3 and because.startswith(f"n2: {said}") and "sudo ufw allow from" in because, (
+            done.err
+        )
+        ok(lab.heliostat("down", "lab"))
+    finally:
+        lab.root(host, "nft", "flush", "ruleset")
 
 
 def test_a_login_shell_that_talks(lab: Lab) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Dict, List, Optional
 from . import files, hub, ports
 from .command import Command
 from .idle import IdleClock, activity, last_jobs
-from .node import Json, Node, mine
+from .node import Json, Node, mine, try_port
 from .raynode import join
 
 WARN_S = 15 * 60
@@ -73,6 +73,8 @@ class Head(Node):
     def heard(self, node: str, message: Json) -> Json:
         """A worker speaks; the answer tells it that we live, and whether the nodes that it waits for are there."""
         awaited = message.pop("await", None)
+        if "try" in message:
+            self.background.append(asyncio.ensure_future(self.try_it(node, *message.pop("try"))))
         for name in message.pop("release", ()):
             self.hub.tell({"do": "leave", "reason": "its job ends"}, name)  # type: ignore[union-attr]
         if int(message.get("launch") or 0) < int(self.nodes.get(node, {}).get("launch") or 0):
@@ -84,6 +86,11 @@ class Head(Node):
         if not awaited:
             return {}
         return {"there": all(self.nodes.get(name, {}).get("state") == "READY" for name in awaited)}
+
+    async def try_it(self, node: str, ip: str, port: int) -> None:
+        """A worker asks whether we reach it."""
+        error = await try_port(ip, port)
+        self.hub.tell({"do": "tried", "error": error}, node)  # type: ignore[union-attr]
 
     def lost(self, node: str) -> None:
         status = self.nodes.get(node, {})

@@ -21,6 +21,7 @@ from .runtime import Refused
 Json = Dict[str, Any]
 OLDEST_WITH_TOKENS = (2, 52)
 REACH_S = 20.0  # for a head that is known to be up to answer
+START_S = 180.0  # for its Ray to start
 MEMORY = "gpu_memory_gb"
 LEAST_STORE = 80 << 20  # Ray refuses a smaller object store
 
@@ -221,7 +222,8 @@ class Node:
             try:
                 await self.prepare(self.block)
                 await self.ray.start(head)
-                await self.ray.wait_ready(float(self.config.get("start_timeout_s", 180)))
+                await self.ray.wait_ready(float(self.config.get("start_timeout_s", START_S)))
+                self.ray.show_logs(self.logs)
                 return
             except (RuntimeError, OSError) as error:
                 await self.ray.end()
@@ -347,6 +349,7 @@ class Worker(Node):
     """Joins a head; ends with it, or with the command that it brought along."""
 
     link: Optional[hub.Link] = None
+    tried: Optional[asyncio.Future[str]] = None  # whether the head reaches us
 
     def __init__(self, config: Json, temp: str) -> None:
         super().__init__(config, temp)
@@ -371,6 +374,8 @@ class Worker(Node):
     async def told(self, message: Json) -> None:
         if message.get("there"):
             self.there.set()
+        elif message.get("do") == "tried" and self.tried and not self.tried.done():
+            self.tried.set_result(str(message.get("error", "")))
         elif message.get("do") == "leave":
             self.stop(str(message.get("reason", "told to leave")))
         elif message.get("do") == "drain":
@@ -394,13 +399,15 @@ class Worker(Node):
         began = time.monotonic()
         while True:  # an open port is not readiness, but before it there is nothing to join
             head = self.find_head()
-            if head and self.link.writer and await port_open(head["ip"], head["gcs"]):
+            if head and self.link.writer and not await try_port(head["ip"], head["gcs"]):
                 self.check_same(head)
                 return head
-            if self.config.get("head") and not self.link.writer and time.monotonic() - began > REACH_S:
+            known = head if self.config.get("head") else None
+            if known and time.monotonic() - began > (START_S if self.link.writer else REACH_S):
+                port, why = (known["gcs"], "") if self.link.writer else (known["hub"], self.link.error)
                 raise Refused(
                     "the head at %s cannot be reached from %s (%s); on the head's host: sudo ufw allow from %s"
-                    % (join(head["ip"], head["hub"]), self.ip, self.link.error or "no answer", self.ip)  # type: ignore[index]
+                    % (join(known["ip"], port), self.ip, why or "no answer", self.ip)
                 )
             await asyncio.sleep(0.1)
 
@@ -414,6 +421,27 @@ class Worker(Node):
         if version_tuple(ours) != version_tuple(theirs):
             raise Refused(
                 "Python %s is here, %s on the head: their first two numbers must be the same" % (ours, theirs)
+            )
+
+    async def prepare(self, block: ports.Block) -> None:
+        """Where nobody has arranged the network for us: Ray's head must reach its nodes too, and a firewall here would have
+        it give us up half a minute later, without a word about why. The hub's port is free on a worker."""
+        head = self.config.get("head")
+        if not head or not self.link or not self.link.writer:
+            return
+        server = await asyncio.start_server(lambda _, writer: writer.close(), self.ip, block.ports["hub"])
+        self.tried = asyncio.get_running_loop().create_future()
+        hub.send(self.link.writer, {**self.status(), "try": [self.ip, block.ports["hub"]]})
+        try:
+            error = await asyncio.wait_for(self.tried, REACH_S)
+        except asyncio.TimeoutError:
+            error = ""  # it has other things to do
+        finally:
+            server.close()
+        if error:
+            raise Refused(
+                "the head cannot reach this machine at %s (%s); here: sudo ufw allow from %s"
+                % (join(self.ip, block.ports["hub"]), error, head["ip"])
             )
 
     async def _orphaned(self) -> None:
@@ -479,13 +507,16 @@ class Worker(Node):
         return super().exit_code()
 
 
-async def port_open(ip: str, port: int) -> bool:
+async def try_port(ip: str, port: int) -> str:
+    """Why nobody answers there; nothing: somebody does."""
     try:
-        _, writer = await asyncio.wait_for(asyncio.open_connection(ip, port), 2)
-    except (OSError, asyncio.TimeoutError):
-        return False
+        _, writer = await asyncio.wait_for(asyncio.open_connection(ip, port), 5)
+    except asyncio.TimeoutError:
+        return "no answer"
+    except OSError as error:
+        return error.strerror or str(error)
     writer.close()
-    return True
+    return ""
 
 
 def serve(config: Json, temp: str, make: Callable[[Json, str], Node]) -> Json:
@@ -508,4 +539,4 @@ def serve(config: Json, temp: str, make: Callable[[Json, str], Node]) -> Json:
     return loop.run_until_complete(main())
 
 
-__all__ = ["Node", "Worker", "join", "mine", "port_open", "serve"]
+__all__ = ["Node", "Worker", "join", "mine", "serve", "try_port"]

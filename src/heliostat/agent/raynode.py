@@ -18,6 +18,7 @@ LOGS = re.compile(
     r"^(raylet|gcs_server|dashboard|dashboard_agent|monitor|runtime_env_agent|ray_process_exit|job-driver-.*)\."
 )
 LOG_BYTES = 1 << 20
+LIVE_LOGS = ("raylet.out", "raylet.err", "gcs_server.out", "gcs_server.err", "dashboard.log", "monitor.log")
 IN_USE = re.compile(
     r"address already in use|port[^\n]*(already|is) (in use|used|occupied)|failed to bind", re.IGNORECASE
 )
@@ -275,10 +276,25 @@ class RayNode:
         if self.process is not None and self.process.returncode is None:
             processes.send(processes.family([self.process.pid]), signal.SIGKILL)
 
+    @property
+    def logs(self) -> str:
+        return os.path.join(self.ray_temp, "session_latest", "logs")
+
+    def show_logs(self, folder: str) -> None:
+        """Those that people look at while it runs, where they look for them."""
+        for name in LIVE_LOGS:
+            try:
+                os.symlink(os.path.join(self.logs, name), os.path.join(folder, name))
+            except OSError:
+                pass  # it is there already, or nothing can be
+
     def keep_logs(self, folder: str) -> None:
         """The Ray logs that matter, the end of each, into the record."""
-        logs = os.path.join(self.ray_temp, "session_latest", "logs")
+        logs = self.logs
         try:
+            for name in os.listdir(folder):
+                if os.path.islink(os.path.join(folder, name)):
+                    os.unlink(os.path.join(folder, name))
             names = sorted(name for name in os.listdir(logs) if LOGS.match(name))
             for name in names:
                 text = files.tail(os.path.join(logs, name), LOG_BYTES)

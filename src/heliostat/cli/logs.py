@@ -94,9 +94,7 @@ def show_node(out: Output, life: Lifecycle, folder: ClusterFolder, node: str, fo
     sizes: dict[Path, int] = {}
     last = b"\n"
     while True:
-        for path in sorted(
-            p for p in [*(folder.logs / node).glob("*"), *live_logs(folder, node)] if p.is_file()
-        ):
+        for path in sorted(p for p in (folder.logs / node).glob("*") if p.is_file()):
             size = path.stat().st_size
             if size <= sizes.get(path, 0):
                 continue
@@ -111,11 +109,3 @@ def show_node(out: Output, life: Lifecycle, folder: ClusterFolder, node: str, fo
             return
         time.sleep(0.5)
         life.refresh(folder, node)
-
-
-def live_logs(folder: ClusterFolder, node: str) -> list[Path]:
-    """Ray's logs where they are now, while the node lives on this machine."""
-    temp = folder.last_words(node).get("temp")
-    logs = Path(str(temp)) / "ray" / "session_latest" / "logs" if temp else None
-    names = ("raylet.out", "raylet.err", "gcs_server.out", "gcs_server.err", "dashboard.log", "monitor.log")
-    return [logs / name for name in names if (logs / name).exists()] if logs else []
