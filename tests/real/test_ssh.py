@@ -142,11 +142,14 @@ def test_a_cluster_of_three_machines(lab: Lab) -> None:
     assert "==> ray.log <==" in ok(lab.heliostat("logs", "lab", "zinc")).out, "its logs have come home"
 
 
-def test_run(lab: Lab) -> None:
-    done = lab.heliostat(
-        "run", "-f", write(lab, fake=False, cpus_per_node=1), "hello.py", "x", env={"CODE": "7"}
-    )
-    assert done.rc == 0 and "nodes ['n1', 'n2', 'n3']" in done.out and "beside me" in done.out, done.err
+def test_run_over_ipv6(lab: Lab) -> None:
+    network = {"interface": "fd77::/64"}
+    write(lab, fake=False, cpus_per_node=1, network=network)
+    spec = json.loads((lab.home / "lab.yaml").read_text())
+    spec["environment"]["env"] = {"CODE": "7"}
+    lab.put("lab.yaml", json.dumps(spec))
+    done = lab.heliostat("run", "-f", "lab.yaml", "hello.py", "x")
+    assert done.rc == 7 and "nodes ['n1', 'n2', 'n3']" in done.out and "beside me" in done.out, done.err
     assert "what the command wrote is on n1" in done.err
 
 
@@ -200,6 +203,16 @@ def test_an_interrupted_up_is_taken_up(lab: Lab) -> None:
     for host in ("n1", "n2", "n3"):
         agents = lab.root(host, "pgrep", "-u", USER, "-fc", "agent.pyz node").out.strip()
         assert agents == "2", f"one keeper and its agent on {host}"
+    ok(lab.heliostat("down", "lab"))
+
+
+def test_the_head_is_this_machine(lab: Lab) -> None:
+    """Which of its addresses the others know it by, a machine with two of them is told."""
+    done = lab.heliostat("up", write(lab, head="this machine", hosts=["n1"]))
+    assert done.rc == 1 and "which network?" in four_lines(done.err)["because"], done.err
+    network = {"interface": f"{NET}.0/24", "patience": "6s"}
+    ok(lab.heliostat("up", write(lab, head="this machine", hosts=["n1"], network=network)))
+    assert status(lab) == {"state": "ready", "here": ("READY", ""), "n1": ("READY", "")}
     ok(lab.heliostat("down", "lab"))
 
 
