@@ -49,10 +49,13 @@ def agent_script(
     if environment is None:
         return BatchScript([python, str(agent), verb], **more)
     special = environment.venv or environment.conda
+    venv = environment.venv
+    if venv and not venv.startswith("~/"):  # that one is for the machine where the script runs
+        venv = str(Path(venv).expanduser())
     return BatchScript(
         ["python3" if special else python, str(agent), verb],
         setup=environment.setup,
-        venv=str(Path(environment.venv).expanduser()) if environment.venv else None,
+        venv=venv,
         conda=environment.conda,
         **more,
     )
@@ -77,7 +80,8 @@ class BatchScript:
             lines.append(f"# {self.comment}")
         first = [*self.setup]
         if self.venv:
-            first.append(f"source {quote([self.venv.rstrip('/') + '/bin/activate'])} || exit 1")
+            tilde, path = ("~/", self.venv[2:]) if self.venv.startswith("~/") else ("", self.venv)
+            first.append(f"source {tilde}{quote([path.rstrip('/') + '/bin/activate'])} || exit 1")
         if self.conda:
             # a batch shell has no `conda activate` until its hook has run, and may have no conda on its PATH either:
             # `conda init` exports where it is

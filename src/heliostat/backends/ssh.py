@@ -225,7 +225,10 @@ def _start(order: Order, step: Step, texts: Mapping[str, bytes], head: Mapping[s
         )
     except (ValueError, IndexError):
         words = [line for line in done.err.splitlines() if line.strip()] or [done.saw()]
-        return Handle(f"{node}.none", step.nodes, {**detail, "refused": words[-1].strip()[:300]})
+        said = words[-1].strip()[:300]
+        if "/bin/activate" in said:
+            said += " (`heliostat setup` makes it)"
+        return Handle(f"{node}.none", step.nodes, {**detail, "refused": said})
     words = answer["words"]
     who = {key: words.get(key) for key in ("pid", "start", "temp", "executable")}
     return Handle(
