@@ -35,7 +35,7 @@ FLOORS: dict[str, float] = {
     "api": 3.8,
     **dict.fromkeys(("doctor", "jobs"), 3.7),
     "planning": 2.5,  # what is to be done; decided there, done by whoever is above
-    "environment": 2.7,
+    **dict.fromkeys(("environment", "inventory"), 2.7),
     **dict.fromkeys(("growth", "nodes", "report"), 3.5),
     # faces
     "cli": 4,

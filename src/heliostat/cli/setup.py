@@ -37,7 +37,10 @@ def command(out: Output, /, path: Path | None, on: str | None, dry_run: bool) ->
         more = {"error": problem.fields()} if problem else {}
         out.document({"hosts": [one.to_json() for one in outcomes], **more})
         return problem.exit_code if problem else 0
-    rows = [(one.name, one.python or "-", one.ray or "-", "failed" if one.error else one.words) for one in outcomes]
+    rows = [
+        (one.name, one.python or "-", one.ray or "-", "failed" if one.error else one.words)
+        for one in outcomes
+    ]
     out.say(table(rows, ("HOST", "PYTHON", "RAY", "DONE")))
     return out.error(problem) if problem else 0
 
