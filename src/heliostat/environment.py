@@ -25,7 +25,6 @@ from heliostat.mirror import pack as tar
 from heliostat.script import BatchScript
 from heliostat.spec import DEFAULT_RAY, LISTED, hosts
 from heliostat.transport import abandon
-from heliostat.units import count
 
 if TYPE_CHECKING:
     from heliostat.spec import ClusterSpec, Environment
@@ -41,9 +40,10 @@ HERE = "this machine"
 _SETUP = """
 d=$(mktemp -d) || exit 1
 trap 'rm -rf -- "$d"' EXIT
-trap 'exit 1' HUP INT TERM
 cd -- "$d" && tar -xf - || exit 1
-bash setup.sh <request.json
+bash setup.sh <request.json &
+trap 'kill $! 2>/dev/null; wait $!; exit 1' HUP INT TERM
+wait $!
 """
 
 
@@ -338,9 +338,11 @@ def problem(outcomes: Sequence[Outcome]) -> HeliostatError | None:
     if len(outcomes) == 1:
         return HeliostatError("the environment is not ready", because=failed[0].error, hint=hint)
     if len(failed) == len(outcomes):
-        return HeliostatError(f"none of the {len(outcomes)} hosts is set up", because=because, hint=hint)
+        return HeliostatError(
+            f"none of the {len(outcomes)} hosts could be set up", because=because, hint=hint
+        )
     return PartlyDone(
-        f"{len(outcomes) - len(failed)} of the {len(outcomes)} hosts are set up",
+        f"{len(failed)} of the {len(outcomes)} hosts could not be set up",
         because=because,
         hint=hint or "the same command again does the rest",
     )
@@ -358,11 +360,13 @@ def _odd(outcomes: Sequence[Outcome]) -> HeliostatError | None:
     differ = [
         what for what in ("Ray", "Python") if any(_of(versions(o), what) != _of(usual, what) for o in odd)
     ]
-    others = count(kinds[usual], "host")
-    told = "; ".join(f"{names} has {versions(one)}" for names, one in _alike(odd, versions))
+    told = [
+        f"{names} {'have' if ',' in names else 'has'} {versions(one)}" for names, one in _alike(odd, versions)
+    ]
+    rest = "the other host has" if kinds[usual] == 1 else f"the other {kinds[usual]} hosts have"
     return HeliostatError(
         f"{' and '.join(differ)} must be the same on every host",
-        because=f"{told}; the other {others}: {usual}",
+        because="; ".join([*told, f"{rest} {usual}"]),
         hint="`environment.setup`, of the file or of that host, may bring another Python; a new `venv` is made from it"
         if "Python" in differ
         else "`environment: {venv: …}` in the file: then each has the same",

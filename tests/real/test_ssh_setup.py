@@ -131,7 +131,7 @@ def test_a_host_that_is_down_and_one_that_refuses(lab: Lab) -> None:
     lab.kill("n2")
     said = setup(lab, write(lab), rc=3)
     words = four_lines(said.err)
-    assert "1 of the 3 hosts" in words["error"] and "could not reach `n2` over ssh" in words["because"]
+    assert "2 of the 3 hosts" in words["error"] and "could not reach `n2` over ssh" in words["because"]
     assert "is not a virtual environment: it has no bin/python" in words["because"]
     assert has(lab, "n1", "ray") == "2.60.0"
     words = four_lines(setup(lab, write(lab, ["n2"]), rc=1).err)
