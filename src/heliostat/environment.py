@@ -58,7 +58,7 @@ class Place:
 
     @property
     def is_far(self) -> bool:
-        return hasattr(self.host, "home")
+        return hasattr(type(self.host), "home")  # not of the object: that would go there and ask
 
     @property
     def venv(self) -> str | None:

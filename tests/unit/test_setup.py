@@ -20,6 +20,7 @@ from heliostat.errors import Interrupted, UsageError
 from heliostat.events import Event
 from heliostat.planning import agent_archive
 from heliostat.spec import ClusterSpec, Environment
+from heliostat.ssh import Ssh
 from heliostat.transport import Local, process_start
 
 # A virtual environment of the stand-in is a `bin/python` that knows three things: what it has, and how to be looked at.
@@ -273,6 +274,14 @@ def test_every_host_with_its_own_environment() -> None:
     )  # type: ignore[arg-type]
     found = environment.places(spec, Local())
     assert [(p.name, p.environment.venv, p.python) for p in found] == [("c", "~/v", "py"), ("a", "~/v", "py"), ("b", None, "py")]  # fmt: skip
+
+
+def test_planning_asks_no_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--dry-run` too."""
+    spec = ClusterSpec(on="ssh", hosts=["a"], environment={"venv": "~/v"})  # type: ignore[arg-type,list-item]
+    monkeypatch.setattr(Ssh, "run", lambda *_, **__: pytest.fail("it was asked"))
+    (one,) = environment.places(spec, Local())
+    assert one.is_far and environment.files(one, environment.request(one))
 
 
 def test_conda_is_called_as_a_node_calls_it() -> None:
