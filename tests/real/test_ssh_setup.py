@@ -208,3 +208,15 @@ def test_machines_that_share_a_disk_take_turns(lab: Lab) -> None:
     found = rows(lab, file)
     assert sorted(found.values()) == [("2.60.0", "made"), ("2.60.0", "nothing"), ("2.60.0", "nothing")]
     assert list((ROOT / "shared/venvs").iterdir()) == [ROOT / "shared/venvs/one"]
+
+
+@pytest.mark.parametrize(
+    ("site", "name"), [({"on": "slurm", "slurm": {"via": "n1"}}, "n1"), ({"on": "local"}, "this machine")]
+)
+def test_sites_with_one_environment(lab: Lab, site: dict[str, Any], name: str) -> None:
+    """At the login node, or here: the same way."""
+    path = f"~/venvs/of-{site['on']}"
+    for version, done in (("2.59.0", "made"), ("2.59.0", "nothing"), ("2.60.0", "upgraded")):
+        environment = {"venv": path, "wheels": "wheels", "ray": version}
+        lab.put("one.yaml", json.dumps({**site, "environment": environment}))
+        assert rows(lab, "one.yaml") == {name: (version, done)}

@@ -142,21 +142,22 @@ class _Environment:
         return active
 
     def settle(self) -> Json:
-        unfinished = os.path.isdir(self.folder + UNFINISHED)
-        found = look(self.python) if not unfinished else None
-        if found and (self.is_right(found) or not self.request.get("upgrade")):
+        found = look(self.python) if not os.path.isdir(self.folder + UNFINISHED) else None
+        if found and self.is_enough(found):
             return {"ok": True, "done": "nothing", **found}
-        if not found and not unfinished and os.path.lexists(self.folder):
-            why = "its Python does not start" if os.path.lexists(self.python) else "it has no bin/python"
-            raise Failed("%s is not a virtual environment: %s" % (self.folder, why))
         if self.request.get("look"):
             return {"ok": True, "needed": True}
         claim = Claim(self.folder + UNFINISHED, self.deadline)
         claim.take(lambda: not os.path.lexists(self.folder))
         found = look(self.python) if not claim.making else None
-        if found and not claim.again and self.is_right(found):  # it was done while we waited
-            claim.release()
-            return {"ok": True, "done": "nothing", **found}
+        if not claim.making and not claim.again:
+            if found and self.is_enough(found):  # it was done while we waited
+                claim.release()
+                return {"ok": True, "done": "nothing", **found}
+            if not found:  # only now: before, another could have been making it
+                claim.release()
+                why = "its Python does not start" if os.path.lexists(self.python) else "it has no bin/python"
+                raise Failed("%s is not a virtual environment: %s" % (self.folder, why))
         try:
             self.install(claim)
             now = look(self.python) or {"ray": None}
@@ -177,7 +178,9 @@ class _Environment:
         done = "made" if claim.making else "upgraded" if was not in (None, now["ray"]) else "installed"
         return {"ok": True, "done": done, **now, "was": was}
 
-    def is_right(self, found: Json) -> bool:
+    def is_enough(self, found: Json) -> bool:
+        if not self.request.get("upgrade"):
+            return True
         if found["ray"] != self.request["ray"] or not found["whole"]:
             return False
         stamp = files.read_json(os.path.join(self.folder, STAMP)) or {}
