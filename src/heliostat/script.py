@@ -6,7 +6,6 @@ Python in the agent, never bash in a string.
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import sys
@@ -49,18 +48,19 @@ def agent_script(
     verb: str,
     *,
     python: str = sys.executable,
-    elsewhere: bool = False,
     **more: Any,
 ) -> BatchScript:
-    """The script that calls the agent by the Python of this environment (`python`: where it names none). elsewhere: the
-    home is another machine's."""
+    """The script that calls the agent by the Python of this environment (`python`: where it names none)."""
     if environment is None:
         return BatchScript([python, str(agent), verb], **more)
     special = environment.venv or environment.conda
+    venv = environment.venv
+    if venv and not venv.startswith("~/"):  # that one is for the machine where the script runs
+        venv = str(Path(venv).expanduser())
     return BatchScript(
         ["python3" if special else python, str(agent), verb],
         setup=environment.setup,
-        venv=environment.venv and (environment.venv if elsewhere else os.path.expanduser(environment.venv)),
+        venv=venv,
         conda=environment.conda,
         **more,
     )
@@ -85,9 +85,8 @@ class BatchScript:
             lines.append(f"# {self.comment}")
         first = [*self.setup]
         if self.venv:
-            folder = self.venv.rstrip("/") + "/bin/activate"
-            home, rest = ("~/", folder[2:]) if folder.startswith("~/") else ("", folder)
-            first.append(f"source {home}{quote([rest])} || exit 1")
+            tilde, path = ("~/", self.venv[2:]) if self.venv.startswith("~/") else ("", self.venv)
+            first.append(f"source {tilde}{quote([path.rstrip('/') + '/bin/activate'])} || exit 1")
         if self.conda:
             # a batch shell has no `conda activate` until its hook has run, and may have no conda on its PATH either:
             # `conda init` exports where it is

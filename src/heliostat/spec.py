@@ -94,7 +94,11 @@ class Environment(Model):
         (), description="any other options of `apptainer exec`, verbatim"
     )
     ray: Text | None = Field(None, description="the Ray version that must be there")
-    requirements: str | None = Field(None, description="requirements file to install")
+    requirements: str | None = Field(None, description="requirements file to install, of this machine")
+    wheels: str | None = Field(
+        None,
+        description="folder of wheels on this machine that Ray and the rest are installed from, without internet",
+    )
     setup: tuple[str, ...] = Field((), description="shell lines that run first on every node")
     env: dict[str, Text] = Field({}, description="environment variables of Ray and of the jobs")
 
@@ -107,6 +111,8 @@ class Environment(Model):
         for key, other in needs.items():
             if getattr(self, key) and not getattr(self, other):
                 raise ValueError(f"`{key}` has a meaning only with `{other}`")
+        if self.wheels and not (self.venv or self.conda):
+            raise ValueError("`wheels` has a meaning only with `venv` or `conda`")
         return self
 
     @field_validator("binds")

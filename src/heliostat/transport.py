@@ -59,8 +59,17 @@ class Local:
     """This computer."""
 
     def run(self, argv: Sequence[str], *, input: bytes = b"", timeout: float) -> Completed:
+        pipe = subprocess.PIPE
         try:
-            done = subprocess.run(list(argv), input=input, capture_output=True, timeout=timeout)
+            with subprocess.Popen(list(argv), stdin=pipe, stdout=pipe, stderr=pipe) as process:
+                _running.add(process)
+                try:
+                    out, err = process.communicate(input, timeout)
+                except BaseException:
+                    process.kill()
+                    raise
+                finally:
+                    _running.discard(process)
         except FileNotFoundError:
             raise HeliostatError(f"could not run `{argv[0]}`", because="it is not on this machine") from None
         except OSError as error:
@@ -72,7 +81,7 @@ class Local:
                 saw=" ".join(argv)[:200],
                 exit_code=4,
             ) from None
-        return Completed(tuple(argv), done.returncode, _text(done.stdout), _text(done.stderr))
+        return Completed(tuple(argv), process.returncode, _text(out), _text(err))
 
     def spawn(
         self, argv: Sequence[str], *, log: Path, cwd: Path, env: Mapping[str, str] | None = None
@@ -107,6 +116,15 @@ class Local:
 
     def forward(self, host: str, port: int) -> tuple[str, int]:
         return host, port
+
+
+_running: set[subprocess.Popen[bytes]] = set()
+
+
+def abandon() -> None:
+    """Ends what runs now, for a person who no longer wants it: whoever waits for it, in whatever thread, waits no longer."""
+    for process in list(_running):
+        process.terminate()
 
 
 def _feed(stdin: IO[bytes], data: bytes) -> None:

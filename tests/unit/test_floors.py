@@ -35,7 +35,7 @@ FLOORS: dict[str, float] = {
     "api": 3.8,
     **dict.fromkeys(("doctor", "jobs"), 3.7),
     "planning": 2.5,  # what is to be done; decided there, done by whoever is above
-    "environment": 2.7,
+    **dict.fromkeys(("environment", "inventory"), 2.7),
     **dict.fromkeys(("growth", "nodes", "report"), 3.5),
     # faces
     "cli": 4,
@@ -46,7 +46,8 @@ FRONT_DOOR = "__init__"  # heliostat/__init__.py: it gives out names of every fl
 
 AGENT_PYTHON = (3, 9)
 NEWER_THAN_AGENT_PYTHON = {"tomllib", "annotationlib", "compression"}
-AGENT_LINES = 2400  # lines of code; a program that travels to every node has a reason for each of them
+# lines of code; a program that travels to every node has a reason for each of them (200 of these make environments)
+AGENT_LINES = 2550
 
 
 @dataclass(frozen=True)

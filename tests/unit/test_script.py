@@ -132,7 +132,8 @@ def test_the_python_of_the_environment_runs_the_agent(tmp_path: Path) -> None:
     assert agent_script(None, agent, "probe").command == [sys.executable, str(agent), "probe"]
     assert agent_script(Environment(), agent, "probe").command == [sys.executable, str(agent), "probe"]
     assert agent_script(Environment(conda="x"), agent, "node").command == ["python3", str(agent), "node"]
-    assert agent_script(Environment(venv="~/v"), agent, "node").venv == str(Path("~/v").expanduser())
+    script = agent_script(Environment(venv="~/my v"), agent, "node").render()
+    assert "source ~/'my v/bin/activate' || exit 1" in script, "the home is that of whoever runs it"
 
 
 CONDA = """#!/bin/bash

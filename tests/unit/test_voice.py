@@ -260,6 +260,54 @@ def damaged(person: Person) -> None:
     (person.store.clusters / "stray" / "x").write_text("")
 
 
+# stands for ssh: each host is a name, and its agent's answer is a file of that name
+FAKE_SSH = """#!/bin/sh
+for word; do [ "$word" = -G ] && exit 0; done
+while [ "$1" != -- ]; do shift; done
+[ -e "$(dirname "$0")/$2" ] || { echo "ssh: connect to host $2 port 22: Connection refused" >&2; exit 255; }
+ANSWER=$PWD/$(dirname "$0")/$2 exec sh -c "$3"
+"""
+
+
+def machines(head: str = "zinc", **answers: dict[str, Any]) -> Callable[[Person], None]:
+    """A file of the hosts `head` and copper, and what the agent answers on those that are there."""
+
+    def make(person: Person) -> None:
+        folder = person.place / "fake"
+        folder.mkdir()
+        for name, text in (("ssh", FAKE_SSH), ("python", '#!/bin/sh\ncat "$ANSWER"\n')):
+            (folder / name).write_text(text)
+            (folder / name).chmod(0o755)
+        for name, answer in answers.items():
+            (folder / name).write_text(json.dumps(answer) + "\n")
+        hosts = [name for name in (head, "copper") if name in answers or name == "copper"]
+        spec = {
+            "on": "ssh",
+            "hosts": hosts,
+            "environment": {"venv": "~/v"},
+            "ssh": {"python": str(folder / "python")},
+        }
+        (person.place / "heliostat.yaml").write_text(json.dumps(spec))
+
+    return make
+
+
+READY = {"ok": True, "done": "made", "ray": "2.60.0", "python": "3.11.2", "whole": True, "was": None}
+FAR = {"PATH": "fake:/usr/bin:/bin"}
+
+
+def configured(person: Person) -> None:
+    """Somebody who has hosts in their ssh configuration."""
+    (person.place.parent / ".ssh").mkdir()
+    (person.place.parent / ".ssh" / "config").write_text("Host zinc copper\nHost *.edu\n")
+    alone(person)
+
+
+def alone(person: Person) -> None:
+    cpus = os.cpu_count() or 1
+    person.known[f"{cpus} CPU" + ("s" if cpus > 1 else "")] = "some CPUs"
+
+
 # -- what is typed
 
 
@@ -325,6 +373,25 @@ CASES: dict[str, Case] = {
     "stage-without-venv": case("up --dry-run", with_file("environment: {stage: local}\n")),
     "binds-without-container": case("up --dry-run", with_file("environment: {binds: [/data]}\n")),
     "requirements-without-venv": case("up", with_file("environment: {requirements: r.txt}\n")),
+    # environments
+    "setup-no-hosts": case("setup --on ssh"),
+    "setup-no-requirements": case("setup", with_file("environment: {venv: v, requirements: r.txt}\n")),
+    "setup-no-wheels": case("setup", with_file("environment: {venv: v, wheels: w}\n")),
+    "wheels-without-venv": case("setup", with_file("environment: {wheels: w}\n")),
+    "setup": case("setup", machines(copper=READY), **FAR),
+    "setup-json": case("setup --json -q", machines(zinc=READY, copper={**READY, "done": "nothing"}), **FAR),
+    "setup-partly": case("setup -q", machines(zinc=READY), **FAR),
+    "setup-partly-json": case("setup --json -q", machines(zinc=READY), **FAR),
+    "setup-refused": case("setup", machines(copper={"ok": False, "reason": "/h/v is not a virtual environment: it has no bin/python"}), **FAR),
+    "setup-odd": case("setup -q", machines(zinc=READY, copper={**READY, "python": "3.9.1"}), **FAR),
+    "setup-odd-json": case("setup -q --json", machines(zinc=READY, copper={**READY, "ray": "2.59.0"}), **FAR),
+    "dry-setup": case("setup --dry-run", machines(zinc=READY), **FAR),
+    "init": case("init", alone, PATH="/nowhere"),
+    "init-hosts": case("init", configured, PATH="/nowhere"),
+    "init-json": case("init --json --on ssh", configured, PATH="/nowhere"),
+    "init-again": case("init", with_file("name: lab\n"), PATH="/nowhere"),
+    "init-nothing-of-it": case("init --on slurm", PATH="/nowhere"),
+    "init-unknown-site": case("init --on mars", PATH="/nowhere"),
     # files
     "file-missing": case("up --dry-run none.yaml"),
     "file-missing-by-flag": case("up --dry-run -f none.yaml"),

@@ -128,7 +128,9 @@ class Node:
         found, wanted = await self.runtime.versions(), self.config.get("ray")
         version: Optional[str] = found["ray"]
         if version is None:
-            raise Refused("no Ray in %s" % self.runtime.place)
+            far = self.config["address"].get("default") == "ssh"  # there `up` installs nothing
+            advice = ": `heliostat setup` installs it" if far and not self.config.get("container") else ""
+            raise Refused("no Ray in %s%s" % (self.runtime.place, advice))
         if wanted and version != wanted:
             raise Refused("Ray %s is installed, %s is asked for" % (version, wanted))
         if self.config["auth"] == "token" and version_tuple(version) < OLDEST_WITH_TOKENS:

@@ -16,20 +16,12 @@ import tempfile
 from typing import Any, Dict, List, Optional, Tuple
 
 from . import probe, processes
+from .setup import LOOK, UNFINISHED
 
 Json = Dict[str, Any]
 PROGRAMS = ("apptainer", "singularity")  # the second is the first's old name
 LOOK_S = 120.0  # a first look into an image on a slow disk
 PULL_S = 1800.0  # an image that has to come from a registry first
-LOOK = """
-import json, platform
-from importlib.metadata import PackageNotFoundError, version
-try:
-    ray = version("ray")
-except PackageNotFoundError:
-    ray = None
-print(json.dumps({"ray": ray, "python": platform.python_version()}))
-"""
 
 
 class Refused(Exception):
@@ -60,6 +52,8 @@ class Own:
 
     async def prepare(self) -> None:
         """Makes it usable here. Raises Refused."""
+        if os.path.isdir(sys.prefix + UNFINISHED):
+            raise Refused("%s is half made: `heliostat setup` finishes it" % sys.prefix)
 
     async def versions(self) -> Json:
         """{"ray": version or None, "python": version}"""

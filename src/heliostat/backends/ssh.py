@@ -76,7 +76,7 @@ class OverSsh:
             assert host is not None
             environment = host.environment or spec.environment
             script = agent_script(
-                environment, Path("agent.pyz"), "node", python=order.options.python, elsewhere=True,
+                environment, Path("agent.pyz"), "node", python=order.options.python,
                 comment=f"heliostat: the node `{member.name}` of `{spec.cluster_name}`; its config comes on standard input",
             )  # fmt: skip
             path = _place(order, member.name) / f"start-{member.name}.sh"
@@ -242,10 +242,11 @@ def _start(order: Order, step: Step, texts: Mapping[str, bytes], head: Mapping[s
         refused = f"{error.because or error.what}; {error.hint}"
         return Handle(f"{node}.none", step.nodes, {**detail, "refused": refused})
     except (ValueError, IndexError):
-        words = [line for line in done.err.splitlines() if line.strip() and "tar: E" not in line] or [
-            done.saw()
-        ]
-        return Handle(f"{node}.none", step.nodes, {**detail, "refused": words[-1].strip()[:300]})
+        lines = [line.strip() for line in done.err.splitlines() if line.strip() and "tar: E" not in line]
+        said = (lines or [done.saw()])[-1][:300]
+        if "/bin/activate" in said:
+            said += " (`heliostat setup` makes it)"
+        return Handle(f"{node}.none", step.nodes, {**detail, "refused": said})
     return _handle(node, {**detail, "head": answer["head"]}, answer["words"])
 
 

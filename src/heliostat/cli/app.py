@@ -22,6 +22,8 @@ from heliostat.errors import HeliostatError, Interrupted, UsageError
 
 # verb -> what it does, in the order of a day's work; a verb's file has its name
 VERBS = {
+    "init": "write a first heliostat.yaml for what is found here",
+    "setup": "make or upgrade the environment on all machines",
     "up": "start a cluster and wait until it is ready",
     "run": "start a cluster, run a script on it, give everything back",
     "join": "add nodes to a running cluster, with a script or without",

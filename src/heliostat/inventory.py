@@ -1,0 +1,212 @@
+"""What is here to make clusters of, without asking any other machine: a scheduler, hosts in the ssh configuration, GPUs.
+
+And the first `heliostat.yaml` for it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from heliostat import backends
+from heliostat.errors import HeliostatError, UsageError
+from heliostat.script import split
+from heliostat.spec import DEFAULT_RAY, NAME, Host
+from heliostat.transport import Transport
+from heliostat.units import count
+
+ASK_S = 10.0
+ORDER = ("slurm", "pbs", "kubernetes", "ssh", "local")  # the most capable first
+DEEPEST = 8  # configuration files that take in each other
+MOST_HOSTS = 64
+
+
+@dataclass(frozen=True)
+class Found:
+    """What was found, by site: words for a person. The rest is for the file."""
+
+    sites: Mapping[str, str]
+    partition: str | None = None
+    partitions: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()
+    gates: tuple[str, ...] = ()
+    gpus: tuple[str, ...] = field(default=())
+
+
+def look(here: Transport, home: Path, environ: Mapping[str, str] = os.environ) -> Found:
+    """Only sites that we have a backend for; `local` is always there."""
+    partition, partitions = None, []
+    sites: dict[str, str] = {}
+    if version := _said(here, ["sbatch", "--version"]):
+        sites["slurm"] = version
+        for line in _said(here, ["sinfo", "--noheader", "--format=%P"]).splitlines():
+            name = line.strip().rstrip("*")
+            partitions.append(name)
+            partition = name if line.strip().endswith("*") else partition
+    # `qsub` alone says nothing: Grid Engine has one too
+    if (version := _said(here, ["qstat", "--version"])) and "pbs_version" in version.lower():
+        sites["pbs"] = version
+    config = Path(environ.get("KUBECONFIG") or home / ".kube" / "config")
+    if config.is_file():
+        sites["kubernetes"] = str(config)
+    hosts, gates = ssh_hosts(home / ".ssh" / "config")
+    if hosts:
+        sites["ssh"] = f"{count(len(hosts), 'host')} in ~/.ssh/config"
+    gpus = _said(here, ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]).splitlines()
+    sites["local"] = f"this computer, {count(os.cpu_count() or 1, 'CPU')}, {count(len(gpus), 'GPU')}"
+    known = {site: sites[site] for site in ORDER if site in sites and site in backends.names()}
+    unique = tuple(dict.fromkeys(partitions))
+    return Found(known, partition, unique, tuple(hosts), tuple(gates), tuple(gpus))
+
+
+def _said(here: Transport, argv: list[str]) -> str:
+    """Nothing: it is not here, or does not work."""
+    try:
+        done = here.run(argv, timeout=ASK_S)
+    except HeliostatError:
+        return ""
+    return done.out.strip() if done.code == 0 else ""
+
+
+def ssh_hosts(path: Path) -> tuple[list[str], list[str]]:
+    """(machines, jump hosts) that the configuration names one by one. Not patterns, nor who is there for `git` only."""
+    blocks: dict[str, dict[str, str]] = {}
+    names: list[str] = []
+    for key, words in _lines(path, path.parent, 0):
+        if key in ("host", "match"):
+            plain = [w for w in words if not re.search(r"[*?!]", w)] if key == "host" else []
+            names = [w for w in plain if re.fullmatch(r"[\w][\w.:@-]*", w)]
+            for name in names:
+                blocks.setdefault(name, {})
+        elif words:
+            for name in names:
+                blocks[name].setdefault(key, words[0])  # as for ssh: the first counts
+    jumps = {jump for block in blocks.values() for jump in block.get("proxyjump", "").split(",")}
+    gates = [name for name in blocks if name in {jump.rpartition("@")[2].partition(":")[0] for jump in jumps}]
+    useful = [name for name in blocks if blocks[name].get("user") != "git" and name not in gates]
+    return useful[:MOST_HOSTS], gates
+
+
+def _lines(path: Path, folder: Path, depth: int) -> list[tuple[str, list[str]]]:
+    """(keyword in small letters, words) of the file and of those that it takes in."""
+    found: list[tuple[str, list[str]]] = []
+    try:
+        lines = path.read_text(errors="replace").splitlines()
+    except OSError:
+        return found
+    for line in lines:
+        match = re.match(r"\s*([A-Za-z]+)[\s=]+(.*)", line)
+        if not match:
+            continue
+        try:
+            key, words = match[1].lower(), split(match[2])
+        except ValueError:  # a quote that is not closed
+            continue
+        if key != "include":
+            found.append((key, words))
+        elif depth < DEEPEST:
+            for word in words:
+                pattern = str((folder / Path(word).expanduser()).absolute())
+                for other in sorted(Path("/").glob(pattern.lstrip("/"))):
+                    found += _lines(other, folder, depth + 1)
+    return found
+
+
+def choose(found: Found, wanted: str | None) -> str:
+    """The site that the file is for."""
+    if wanted is None:
+        return next(iter(found.sites))
+    backends.load(wanted)
+    if wanted not in found.sites:
+        why = {
+            "ssh": "~/.ssh/config names no host",
+            "slurm": "`sbatch` does not answer on this machine",
+            "pbs": "`qstat` of PBS does not answer on this machine",
+        }
+        raise UsageError(
+            f"nothing of `{wanted}` is found here",
+            because=why.get(wanted, ""),
+            hint=f"heliostat init --on {next(iter(found.sites))}",
+        )
+    return wanted
+
+
+def write_up(found: Found, site: str, folder: str) -> str:
+    """The text of the first file."""
+    name = re.sub(r"[^A-Za-z0-9]+", "-", folder).strip("-")[:40].strip("-")
+    name = name if NAME.fullmatch(name) else site
+    lines = [
+        "# What `heliostat up` starts, and `heliostat run SCRIPT.py` for one script. All keys: heliostat schema",
+        _line(f"name: {_plain(name)}", f"heliostat status {name}"),
+        _line(f"on: {site}", _where(found, site)),
+    ]
+    if site == "ssh":
+        lines += _hosts(found)
+    else:
+        lines.append(_line("nodes: 1" if site == "local" else "nodes: 2", "in all, the head included"))
+    if site == "local" and found.gpus:
+        lines.append(_line(f"gpus_per_node: {len(found.gpus)}", ", ".join(dict.fromkeys(found.gpus))))
+    if site == "slurm" and found.partition:
+        others = [other for other in found.partitions if other != found.partition]
+        also = f"; others here: {', '.join(others)}" if others else ""
+        lines += ["slurm:", _line(f"  partition: {_plain(found.partition)}", f"SLURM's default{also}")]
+    if site not in ("local", "ssh"):
+        lines.append(_line('# time: "4:00:00"', "how long it may live; else as long as the site lets it"))
+    if site == "ssh":
+        lines += [
+            "environment:",
+            _line("  venv: ~/venvs/ray", "on each host; `heliostat setup` makes it"),
+            _line(f"  ray: {DEFAULT_RAY}", "the same everywhere; `heliostat setup` upgrades to it"),
+            _line("  # requirements: requirements.txt", "what else your code needs; a file on this machine"),
+            _line("  # wheels: wheels", "hosts without internet: a folder of wheels on this machine"),
+        ]
+    else:
+        lines += [
+            "# environment:",
+            _line("#   venv: ~/venvs/ray", "else Ray is the one beside heliostat; made if it is not there"),
+            _line('#   setup: ["module load cuda"]', "shell lines that run first on every node"),
+        ]
+    lines.append(_line("# idle: {timeout: 60m}", "ends itself after so long without work"))
+    return "\n".join(lines) + "\n"
+
+
+def _line(text: str, comment: str) -> str:
+    return f"{text:<34} # {comment}" if comment else text
+
+
+def _plain(word: str) -> str:
+    """A word as YAML takes it for a text: `no` and `12` are others without quotes."""
+    return (
+        word
+        if re.fullmatch(r"[A-Za-z][\w.@-]{3,}", word) and word.lower() not in ("true", "false", "null")
+        else json.dumps(word)
+    )
+
+
+def _where(found: Found, site: str) -> str:
+    others = [other for other in found.sites if other != site]
+    also = f"; also found here: {', '.join(others)}" if others else ""
+    return f"where the machines come from{also}"
+
+
+def _hosts(found: Found) -> list[str]:
+    lines = [
+        "hosts:                             # as after `ssh`; the first is the head. Take out what is no machine of yours"
+    ]
+    taken: set[str] = set()
+    for host in found.hosts:
+        node = Host(host=host).node
+        if node in taken:  # a.lab and a.home: the node's name is its first word
+            node = re.sub(r"[^A-Za-z0-9]+", "-", host).strip("-")[:40].strip("-")
+            if node in taken or not NAME.fullmatch(node):
+                continue
+            lines.append(f"  - {{host: {_plain(host)}, name: {_plain(node)}}}")
+        else:
+            lines.append(f"  - {_plain(host)}")
+        taken.add(node)
+    lines += [f"  # - {_plain(gate)}  (others are reached through it)" for gate in found.gates]
+    return lines
