@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from heliostat import backends
@@ -93,9 +93,11 @@ class Ending(Looking):
             backend = backends.load(record.site)
             handles = [Handle.from_json(h) for h in record.handles]
             if any(node.handle is None for node in record.nodes.values()):
-                known, table = {h.native_id for h in handles}, record.spec.get(record.site) or {}
-                strays = backend.strays(record.id, table, self.host_of(record))
-                handles += [h for h in strays if h.native_id not in known]
+                known = {h.native_id for h in handles}
+                strays = backend.strays(record.id, record.spec, self.host_of(record))
+                strays = [h for h in strays if h.native_id not in known]
+                handles += strays
+                self._put_on_record(folder, strays)
             try:
                 backend.cancel(handles, self.host_of(record), now=now)
             except HeliostatError:
@@ -150,6 +152,14 @@ class Ending(Looking):
             return record, True
         except DiskError:
             return ask()[0], False
+
+    def _put_on_record(self, folder: ClusterFolder, handles: Sequence[Handle]) -> None:
+        """What lies where these were comes home with the rest."""
+        if handles:
+            with contextlib.suppress(DiskError), folder.lock():
+                record = folder.record()
+                record.handles += [handle.to_json() for handle in handles]
+                folder.save(record)
 
     def release(self, folder: ClusterFolder) -> None:
         """The work is done and the agents end by themselves: wait for that, and see that nothing is left."""

@@ -128,7 +128,7 @@ class Looking:
         self.emit = emit
         self.host: Transport = host or Local()
         self._asked: dict[Path, _Asked] = {}
-        self._mirrors: dict[Path, Mirror] = {}
+        self._mirrors: dict[str, Mirror] = {}  # by the cluster's id: its name may come back
 
     # -- where the site is
 
@@ -158,7 +158,7 @@ class Looking:
             from heliostat.ssh import far
 
             host = far(gate["ssh"])
-        return self._mirrors.setdefault(folder.path, Mirror(folder, cast("Ssh", host), Path(record.place)))
+        return self._mirrors.setdefault(record.id, Mirror(folder, cast("Ssh", host), Path(record.place)))
 
     def refresh(self, folder: ClusterFolder, node: str | None = None, record: Record | None = None) -> None:
         """Brings the files of a cluster that lies elsewhere up to date, with the logs of this node. Silence is told by

@@ -106,7 +106,7 @@ class Mirror:
             return None
         self._unpack(base64.b64decode(done.out.strip() or ""))
         script = (
-            'cd -- "$1" && rm -rf -- logs nodes requests token agent.pyz *.json *.env *.sh *.zip && '
+            'cd -- "$1" && for f in *; do [ "$f" = work ] || rm -rf -- "$f"; done && '
             '{ [ -d work ] && echo "$1/work" || { d=$PWD; cd .. && rmdir -- "$d"; rmdir -- "$PWD" 2>/dev/null; }; }'
         )
         return self.host.run(["sh", "-c", script, "sh", str(self.place)], timeout=60).out.strip() or None

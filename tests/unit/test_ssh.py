@@ -219,6 +219,8 @@ def test_at_the_end_the_logs_come_home_and_only_results_stay(mirror: Mirror, wor
         "logs/w1/ray.log",
         "logs/run.out",
         "state.json",
+        "state.json.7.tmp",  # an agent that was killed while it wrote
+        "keepalive",
         "token",
         "agent.pyz",
         "script.sh",

@@ -126,9 +126,9 @@ class Backend(Protocol):
         """Yields each handle the moment it exists, and goes on only when the caller has put it on record."""
         ...
 
-    def strays(self, mark: str, table: Mapping[str, Any], host: Transport) -> Sequence[Handle]:
+    def strays(self, mark: str, said: Mapping[str, Any], host: Transport) -> Sequence[Handle]:
         """What was launched for this cluster and may not be on record, because the one who launched it died. Empty where
-        such a thing ends by itself. table: the site's own, as the record has it."""
+        such a thing ends by itself. said: the spec, as the record has it."""
         ...
 
     def observe(self, handles: Sequence[Handle], host: Transport) -> dict[str, Observation]:

@@ -101,7 +101,7 @@ class Local:
             yield Handle(f"{spawned.pid}.{spawned.start}", step.nodes, detail)
             spawned.feed(json.dumps(step.config).encode())
 
-    def strays(self, mark: str, table: Mapping[str, Any], host: Transport) -> list[Handle]:
+    def strays(self, mark: str, said: Mapping[str, Any], host: Transport) -> list[Handle]:
         return []  # whoever gets no config on standard input ends
 
     def observe(self, handles: Sequence[Handle], host: Transport) -> dict[str, Observation]:

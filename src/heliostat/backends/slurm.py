@@ -237,8 +237,8 @@ class Slurm:
         jobs = self._commented(_clusters(order.options), host)
         return next((job for job, comment in jobs if comment == wanted), None)
 
-    def strays(self, mark: str, table: Mapping[str, Any], host: Transport) -> list[Handle]:
-        wanted, clusters = f"heliostat:{mark}", _clusters(Options(**table))
+    def strays(self, mark: str, said: Mapping[str, Any], host: Transport) -> list[Handle]:
+        wanted, clusters = f"heliostat:{mark}", _clusters(Options(**(said.get(self.name) or {})))
         jobs = self._commented(clusters, host)
         found = [job for job, comment in jobs if comment == wanted or comment.startswith(wanted + "-")]
         return [Handle(job, (), {"clusters": clusters}) for job in found]

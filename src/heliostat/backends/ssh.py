@@ -134,8 +134,15 @@ class OverSsh:
             return
         yield from _in_parallel(lambda step: _start(order, step, texts, head), rest)
 
-    def strays(self, mark: str, table: Mapping[str, Any], host: Transport) -> list[Handle]:
-        return []  # what is started is on record at once; a host that was cut off in between ends for want of its head
+    def strays(self, mark: str, said: Mapping[str, Any], host: Transport) -> list[Handle]:
+        """An agent outlives whoever started it and died before its id was on record. One whose host cannot be reached ends
+        for want of its head."""
+        from heliostat.mirror import PLACE
+        from heliostat.spec import ClusterSpec, members
+
+        spec = ClusterSpec.model_validate({k: said[k] for k in ("on", "hosts", "head", "nodes") if k in said})
+        found = _in_parallel(lambda member: _stray(member, Path(PLACE) / mark, mark), members(spec))
+        return [handle for handle in found if handle]
 
     # -- looking
 
@@ -215,7 +222,16 @@ def _start(order: Order, step: Step, texts: Mapping[str, bytes], head: Mapping[s
     # the command's folder is the head's alone
     mine = {n: d for n, d in order.files.items() if detail["role"] == "head" or not n.endswith(".zip")}
     files = {script: texts[script], f"config-{node}.json": json.dumps(config).encode(), **mine}
-    argv = ["sh", "-c", _START, "sh", detail["folder"], node, step.config["role"], step.config["mark"]]
+    argv = [
+        "sh",
+        "-c",
+        _SWEEP + _START,
+        "sh",
+        detail["folder"],
+        node,
+        step.config["role"],
+        step.config["mark"],
+    ]
     try:
         done = far(detail["ssh"]).run(argv, input=pack(files), timeout=START_S + 30)
         answer = json.loads(done.out.strip().splitlines()[-1])
@@ -224,13 +240,31 @@ def _start(order: Order, step: Step, texts: Mapping[str, bytes], head: Mapping[s
             f"{node}.none", step.nodes, {**detail, "refused": f"{error.what}: {error.because}; {error.hint}"}
         )
     except (ValueError, IndexError):
-        words = [line for line in done.err.splitlines() if line.strip()] or [done.saw()]
+        words = [line for line in done.err.splitlines() if line.strip()] or ["its agent ended without a word"]
         return Handle(f"{node}.none", step.nodes, {**detail, "refused": words[-1].strip()[:300]})
     words = answer["words"]
     who = {key: words.get(key) for key in ("pid", "start", "temp", "executable")}
     return Handle(
         f"{node}.{words['pid']}.{words['start']}", step.nodes, {**detail, **who, "head": answer["head"]}
     )
+
+
+def _stray(member: Member, place: Path, mark: str) -> Handle | None:
+    detail: dict[str, Any] = {
+        "ssh": list(ssh_words(member.host)),
+        "folder": str(place / member.name),
+        "mark": f"{mark}-{member.name}",
+        "role": member.role,
+    }
+    argv = ["sh", "-c", _SWEEP + _STRAY, "sh", detail["folder"], member.name, detail["mark"]]
+    try:
+        words = json.loads(far(detail["ssh"]).run(argv, timeout=ASK_S).out)
+    except (HeliostatError, ValueError):
+        return None
+    if not words:
+        return Handle(f"{member.name}.none", (member.name,), {**detail, "refused": "it was not started"})
+    who = {key: words.get(key) for key in ("pid", "start", "temp", "executable")}
+    return Handle(f"{member.name}.{words['pid']}.{words['start']}", (member.name,), {**detail, **who})
 
 
 def _ask(handle: Handle) -> Observation:
@@ -290,10 +324,22 @@ def _in_parallel(do: Callable[[A], B], items: Sequence[A]) -> list[B]:
         return list(pool.map(do, items))
 
 
+# ends whatever has this mark: it was started by one who died before it was on record
+_SWEEP = """
+sweep() {
+  for i in 1 2 3 4 5 6 7 8 9; do
+    p=$(grep -lzsxF -- "HELIOSTAT_NODE=$1" /proc/[0-9]*/environ | tr -dc '0-9\\n')
+    [ "$p" ] || break
+    kill -9 $p; sleep 0.2
+  done
+}
+"""
 # $1: the cluster's folder below the home; $2: the node; $3: its role; $4: its mark. On standard input: a tar of the files.
 _START = """
 umask 077
-mkdir -p -- "$1/logs/$2" "$1/nodes" && cd -- "$1" && tar -xf - || exit 1
+mkdir -p -- "$1/logs/$2" "$1/nodes" && cd -- "$1" || exit 1
+[ -e "start-$2.sh" ] && sweep "$4"
+tar -xf - || exit 1
 rm -f -- "nodes/$2.json"; [ "$3" = head ] && rm -f head.json
 HELIOSTAT_NODE=$4 setsid nohup bash "start-$2.sh" <"config-$2.json" >>"logs/$2/agent.log" 2>&1 &
 pid=$! i=0
@@ -305,6 +351,12 @@ done
 [ -s "nodes/$2.json" ] || { tail -n 3 "logs/$2/agent.log" >&2; exit 1; }
 head=null; [ -s head.json ] && head=$(tr -d '\\n' <head.json)
 printf '{"words": %s, "head": %s}\\n' "$(tr -d '\\n' <"nodes/$2.json")" "$head"
+"""
+# $3: its mark. The words of the node that was started there; one that has not said any is ended here
+_STRAY = """
+cd -- "$1" 2>/dev/null || exit 0
+[ -s "nodes/$2.json" ] || sweep "$3"
+cat "nodes/$2.json" 2>/dev/null || echo '{}'
 """
 # $3: a process. First line: when it started, as the kernel counts; then the node's own words
 _LOOK = """
