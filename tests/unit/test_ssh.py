@@ -11,17 +11,17 @@ from pathlib import Path
 
 import pytest
 
+from heliostat import ssh
 from heliostat.errors import HeliostatError
 from heliostat.mirror import PLACE, Mirror
-from heliostat.ssh import Ssh
+from heliostat.ssh import HINTS, Ssh
 from heliostat.store import ClusterFolder
 
 # as OpenSSH takes its options; the last word is for the login shell of the other side
 SSH = """#!/bin/bash
 echo "$*" >> "$FAR/calls"
-[ "$1" = -G ] && { cat "$FAR/config" 2>/dev/null; exit 0; }
 while [ $# -gt 0 ]; do
-  case $1 in -o) shift 2 ;; -W) place=$2; shift 2 ;; --) shift; break ;; *) break ;; esac
+  case $1 in -G) cat "$FAR/config" 2>/dev/null; exit 0 ;; -o|-p|-J|-l) shift 2 ;; -W) place=$2; shift 2 ;; --) shift; break ;; *) break ;; esac
 done
 [ -f "$FAR/refusal" ] && { cat "$FAR/refusal" >&2; exit 255; }
 [ -n "$place" ] && exec python3 -c '
@@ -95,6 +95,54 @@ def test_a_host_that_lets_nobody_in(far: Path, said: str, hint: str) -> None:
         Ssh("login").run(["true"], timeout=30)
     assert caught.value.what == "could not reach `login` over ssh"
     assert caught.value.because == said and hint in caught.value.hint
+
+
+def test_each_hint_is_tried_above() -> None:
+    (rows,) = [mark.args[1] for mark in test_a_host_that_lets_nobody_in.pytestmark]  # type: ignore[attr-defined]
+    assert all(any(word in said.lower() for said, _ in rows) for word in HINTS)
+
+
+def test_one_object_a_machine() -> None:
+    there = ssh.far(["ssh", "-p", "2222", "-l", "ann", "zinc"])
+    assert (there.target, there.options) == ("zinc", ["-p", "2222", "-l", "ann"])
+    assert ssh.far(("ssh", "-p", "2222", "-l", "ann", "zinc")) is there
+    assert ssh.far(["ssh", "zinc"]) is not there
+
+
+def test_this_machine_as_if_it_were_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    done = ssh.Here().run(
+        ["sh", "-c", 'pwd; printf "%s|" "$@"; cat; exit 3', "sh", *NASTY], input=b"in", timeout=30
+    )
+    assert done.code == 3 and done.out == f"{tmp_path}\n" + "".join(f"{word}|" for word in NASTY) + "in"
+    assert isinstance(ssh.far([]), ssh.Here) and ssh.far([]).forward("127.0.0.1", 7) == ("127.0.0.1", 7)
+
+
+def test_options_come_before_ours_and_the_target_after_all(far: Path) -> None:
+    Ssh("zinc", ["-p", "2222", "-J", "gate"]).run(["true"], timeout=30)
+    asked, ran = (far / "calls").read_text().splitlines()[:2]
+    assert asked == "-p 2222 -J gate -G zinc"
+    assert (
+        ran.startswith("-p 2222 -J gate -o BatchMode=yes -o ConnectTimeout=15 ")
+        and " -- zinc bash -lc " in ran
+    )
+
+
+def test_a_login_shell_that_goes_wrong_is_told_in_its_words(far: Path) -> None:
+    (far / "home/.bash_profile").write_text("echo 'this account is locked'; exit 1\n")
+    with pytest.raises(HeliostatError, match="could not reach") as caught:
+        Ssh("login").run(["true"], timeout=30)
+    assert caught.value.because == "this account is locked"
+
+
+def test_a_configuration_that_ssh_does_not_take(far: Path) -> None:
+    (far / "bin/ssh").write_text(
+        "#!/bin/sh\necho 'config: line 3: Bad configuration option: hots' >&2; exit 255\n"
+    )
+    with pytest.raises(HeliostatError, match="could not reach `login`") as caught:
+        Ssh("login").run(["true"], timeout=30)
+    assert caught.value.because == "config: line 3: Bad configuration option: hots"
 
 
 def test_a_command_of_theirs_that_ends_with_ssh_s_own_code(far: Path) -> None:

@@ -31,7 +31,6 @@ START_S = 60.0  # for an agent to say its first word
 STOP_S = 60.0
 ASK_S = 20.0
 RUN_S = 86400.0
-HERE = ("this machine", "localhost")  # no ssh to the machine that one is on
 
 
 @dataclass(frozen=True)
@@ -192,8 +191,10 @@ class OverSsh:
 
 def ssh_words(host: Host | None) -> tuple[str, ...]:
     """What one would type: `ssh -p 22 -i key -J jump user@host`. Nothing: it is this machine."""
+    from heliostat.spec import THIS
+
     assert host is not None
-    if host.host in HERE:
+    if host.host in (THIS, "localhost"):  # no ssh to the machine that one is on
         return ()
     options = [("-p", host.port), ("-i", host.key), ("-J", host.jump), ("-l", host.user)]
     return ("ssh", *(str(word) for pair in options if pair[1] for word in pair), host.host)
