@@ -209,8 +209,8 @@ class Looking:
             and not command.get("package")
         ):
             name = command.get("id", "run")
-            there = {"cwd": str(place.path / "work" / name), "package": str(place.path / f"{name}.zip")}
-            command = {**command, **there}
+            there = {"cwd": place.path / "work" / name, "package": place.path / f"{name}.zip"}
+            command = {**command, **{key: path.as_posix() for key, path in there.items()}}
         home = None if host is self.host else cast("Ssh", host).home
         return planning.plan(place, spec, nodes, mark, command, launch, host, standalone, home)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import os
 import secrets
 import tarfile
 import time
@@ -44,9 +45,9 @@ class Mirror:
 
     def push(self, files: Iterable[tuple[Path, bytes, int]]) -> None:
         """Paths are of the other machine. One connection for all of them."""
-        packed = pack({str(path.relative_to(self.place)): data for path, data, _ in files})
+        packed = pack({path.relative_to(self.place).as_posix(): data for path, data, _ in files})
         script = 'umask 077; mkdir -p -- "$1/logs" && cd -- "$1" && tar -xf -'
-        done = self.host.run(["sh", "-c", script, "sh", str(self.place)], input=packed, timeout=600)
+        done = self.host.run(["sh", "-c", script, "sh", self.place.as_posix()], input=packed, timeout=600)
         if done.code:
             because = done.err.strip()[-300:]
             raise HeliostatError(f"could not write `{self.place}` on `{self.host.target}`", because=because)
@@ -63,9 +64,9 @@ class Mirror:
         places = [logs, logs / node] if node else [logs]
         places[-1].mkdir(mode=0o700, exist_ok=True)
         files = [path for place in places for path in place.glob("*.*") if path.is_file()]
-        cases = "".join(f" {quote([str(p.relative_to(logs))])}) o={p.stat().st_size};;" for p in files)
+        cases = "".join(f" {quote([p.relative_to(logs).as_posix()])}) o={p.stat().st_size};;" for p in files)
         script = _PULL % {"small": " ".join(SMALL), "cases": cases, "most": LARGEST}
-        done = self.host.run(["sh", "-c", script, "sh", str(self.place), node or ""], timeout=60)
+        done = self.host.run(["sh", "-c", script, "sh", self.place.as_posix(), node or ""], timeout=60)
         self._next = time.monotonic() + PULL_S
         if done.code == 3:
             return  # not made yet, or gone
@@ -86,10 +87,10 @@ class Mirror:
             return
         with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as archive:
             for entry in archive:
-                inside = not entry.name.startswith("/") and ".." not in Path(entry.name).parts
+                target = Path(os.path.abspath(self.folder.path / entry.name))
+                inside = target.is_relative_to(os.path.abspath(self.folder.path))
                 source = archive.extractfile(entry) if entry.isfile() and inside else None
                 if source:
-                    target = self.folder.path / entry.name
                     target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                     write_atomic(target, source.read())
                     found.add(entry.name.removeprefix("./"))
@@ -101,7 +102,7 @@ class Mirror:
         """All logs come here, and the folder there goes, but for the copy of the person's own folder, where results may
         lie: its path there."""
         script = 'cd -- "$1" 2>/dev/null || exit 3; tar -cf - logs nodes state.json 2>/dev/null | base64 -w0'
-        done = self.host.run(["sh", "-c", script, "sh", str(self.place)], timeout=600)
+        done = self.host.run(["sh", "-c", script, "sh", self.place.as_posix()], timeout=600)
         if done.code == 3:
             return None
         self._unpack(base64.b64decode(done.out.strip() or ""))
@@ -109,7 +110,9 @@ class Mirror:
             'cd -- "$1" && for f in *; do [ "$f" = work ] || rm -rf -- "$f"; done && '
             '{ [ -d work ] && echo "$1/work" || { d=$PWD; cd .. && rmdir -- "$d"; rmdir -- "$PWD" 2>/dev/null; }; }'
         )
-        return self.host.run(["sh", "-c", script, "sh", str(self.place)], timeout=60).out.strip() or None
+        return (
+            self.host.run(["sh", "-c", script, "sh", self.place.as_posix()], timeout=60).out.strip() or None
+        )
 
 
 # one line: a tar of the small files; then a line for each log that has grown: name, offset, data

@@ -6,6 +6,7 @@ Python in the agent, never bash in a string.
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import sys
@@ -43,16 +44,23 @@ def split(text: str) -> list[str]:
 
 
 def agent_script(
-    environment: Environment | None, agent: Path, verb: str, *, python: str = sys.executable, **more: Any
+    environment: Environment | None,
+    agent: Path,
+    verb: str,
+    *,
+    python: str = sys.executable,
+    expand: bool = True,
+    **more: Any,
 ) -> BatchScript:
-    """The script that calls the agent by the Python of this environment (`python`: where it names none)."""
+    """The script that calls the agent by the Python of this environment (`python`: where it names none). expand: `~` is our
+    home, not that of whoever runs the script."""
     if environment is None:
-        return BatchScript([python, str(agent), verb], **more)
+        return BatchScript([python, agent.as_posix(), verb], **more)
     special = environment.venv or environment.conda
     return BatchScript(
-        ["python3" if special else python, str(agent), verb],
+        ["python3" if special else python, agent.as_posix(), verb],
         setup=environment.setup,
-        venv=str(Path(environment.venv).expanduser()) if environment.venv else None,
+        venv=os.path.expanduser(environment.venv) if environment.venv and expand else environment.venv,
         conda=environment.conda,
         **more,
     )
@@ -77,7 +85,9 @@ class BatchScript:
             lines.append(f"# {self.comment}")
         first = [*self.setup]
         if self.venv:
-            first.append(f"source {quote([self.venv.rstrip('/') + '/bin/activate'])} || exit 1")
+            path = self.venv.rstrip("/") + "/bin/activate"
+            word = f"~/{quote([path[2:]])}" if path.startswith("~/") else quote([path])
+            first.append(f"source {word} || exit 1")
         if self.conda:
             # a batch shell has no `conda activate` until its hook has run, and may have no conda on its PATH either:
             # `conda init` exports where it is

@@ -101,6 +101,12 @@ def test_each_has_its_environment() -> None:
     assert told == [{"A": "all"}, {"A": "all", "B": "zinc", "C": "host"}, {"A": "host"}]
 
 
+def test_a_home_is_that_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/of-the-client")
+    _, made = plan("gold", environment={"venv": "~/my venvs/ray/"})
+    assert "source ~/'my venvs/ray/bin/activate' || exit 1\n" in made.files[0].text
+
+
 def test_the_python_of_hosts_whose_environment_names_none() -> None:
     _, made = plan(
         "gold", {"host": "zinc", "environment": {"venv": "/v"}}, sites={"ssh": {"python": "/opt/my python"}}

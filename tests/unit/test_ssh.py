@@ -159,6 +159,12 @@ def test_one_connection_is_shared_unless_theirs_is(far: Path) -> None:
     assert "Control" not in (far / "calls").read_text(), "whoever shares connections goes on as they do"
 
 
+def test_where_connections_cannot_be_shared_none_is(far: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ssh, "UNIX", False)
+    Ssh("login").run(["true"], timeout=30)
+    assert "BatchMode=yes" in (calls := (far / "calls").read_text()) and "Control" not in calls
+
+
 def test_a_folder_for_sockets_that_others_can_enter_is_refused(far: Path, tmp_path: Path) -> None:
     (tmp_path / f"heliostat-{os.getuid()}").mkdir(mode=0o755)
     with pytest.raises(HeliostatError, match="yours alone"):
@@ -180,7 +186,10 @@ def test_files(far: Path) -> None:
         host.put(path / "below a file", b"")
 
 
-def test_a_port_of_the_other_side(far: Path) -> None:
+@pytest.mark.parametrize("unix", [True, False])
+def test_a_port_of_the_other_side(far: Path, monkeypatch: pytest.MonkeyPatch, unix: bool) -> None:
+    """On Windows ssh cannot have the socket itself."""
+    monkeypatch.setattr(ssh, "UNIX", unix)
     server = socket.create_server(("127.0.0.1", 0))
 
     def echo() -> None:
@@ -197,6 +206,8 @@ def test_a_port_of_the_other_side(far: Path) -> None:
         with socket.create_connection(place, timeout=30) as client:
             client.sendall(b"hello")
             assert client.recv(100) == b"HELLO"
+            client.shutdown(socket.SHUT_WR)
+            assert client.recv(100) == b"", "the end is heard of on both sides"
     server.close()
 
 

@@ -76,7 +76,7 @@ class OverSsh:
             assert host is not None
             environment = host.environment or spec.environment
             script = agent_script(
-                environment, Path("agent.pyz"), "node", python=order.options.python,
+                environment, Path("agent.pyz"), "node", python=order.options.python, expand=False,
                 comment=f"heliostat: the node `{member.name}` of `{spec.cluster_name}`; its config comes on standard input",
             )  # fmt: skip
             path = _place(order, member.name) / f"start-{member.name}.sh"
@@ -85,7 +85,7 @@ class OverSsh:
                 **self._config(order, member),
                 "env": {**order.config["env"], **environment.env, **host.env},
             }
-            steps.append(Step((*ssh_words(host), "bash", str(path)), (member.name,), config))
+            steps.append(Step((*ssh_words(host), "bash", path.as_posix()), (member.name,), config))
         return Plan(tuple(files), tuple(steps))
 
     def _config(self, order: Order, member: Member) -> dict[str, Any]:
@@ -94,8 +94,8 @@ class OverSsh:
         place = _place(order, member.name)
         return {
             **order.config,
-            "folder": str(place),
-            "token_path": str(place / "token"),
+            "folder": place.as_posix(),
+            "token_path": (place / "token").as_posix(),
             "mark": f"{order.config['mark']}-{member.name}",
             "node": member.name,
             "role": member.role,
@@ -209,7 +209,7 @@ def _detail(order: Order, step: Step) -> dict[str, Any]:
     member = next(m for m in order.members if m.name == step.nodes[0])
     return {
         "ssh": list(ssh_words(member.host)),
-        "folder": str(_place(order, step.nodes[0])),
+        "folder": _place(order, step.nodes[0]).as_posix(),
         "mark": step.config["mark"],
         "role": step.config["role"],
     }
@@ -253,7 +253,7 @@ def _start(order: Order, step: Step, texts: Mapping[str, bytes], head: Mapping[s
 def _stray(member: Member, place: Path, mark: str) -> Handle | None:
     detail: dict[str, Any] = {
         "ssh": list(ssh_words(member.host)),
-        "folder": str(place / member.name),
+        "folder": (place / member.name).as_posix(),
         "mark": f"{mark}-{member.name}",
         "role": member.role,
     }
