@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import stat
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -57,6 +59,13 @@ def _check(name: str, good: bool, found: str, hint: str = "", bad: str = "fail")
     return Check(name, "ok" if good else bad, found, "" if good else hint)
 
 
+def _private(name: str, path: Path, wanted: str, bad: str = "fail") -> Iterator[Check]:
+    """Windows has no modes: what lies in a person's own folder is theirs there."""
+    mode = stat.S_IMODE(path.stat().st_mode)
+    good = mode & 0o077 == 0 or sys.platform == "win32"
+    yield _check(name, good, f"mode {mode:o}", f"chmod {wanted} {path}", bad)
+
+
 def _home(life: Lifecycle) -> Iterator[Check]:
     home = life.store.home
     if not home.exists():
@@ -66,12 +75,11 @@ def _home(life: Lifecycle) -> Iterator[Check]:
             "home", writable, f"{home} will be made", "set HELIOSTAT_HOME to a folder that you may write to"
         )
         return
-    mode = stat.S_IMODE(home.stat().st_mode)
     yield _check(
         "home", os.access(home, os.W_OK), str(home), "set HELIOSTAT_HOME to a folder that you may write to"
     )
-    yield _check("home is private", mode & 0o077 == 0, f"mode {mode:o}", f"chmod 700 {home}")
-    free = os.statvfs(home).f_bavail * os.statvfs(home).f_frsize
+    yield from _private("home is private", home, "700")
+    free = shutil.disk_usage(home).free
     yield _check(
         "space for records", free > 100 * 2**20, f"{format_bytes(free)} free", "free some space there", "warn"
     )
@@ -99,6 +107,11 @@ def probe(life: Lifecycle, spec: ClusterSpec | None) -> dict[str, Any]:
 
 
 def _machine(life: Lifecycle, spec: ClusterSpec | None) -> Iterator[Check]:
+    if sys.platform == "win32":
+        yield Check(
+            "this machine", "ok", "clusters on other machines can be used from it; no node can run on it"
+        )
+        return
     try:
         found = probe(life, spec)
     except HeliostatError as error:
@@ -158,8 +171,7 @@ def _machine(life: Lifecycle, spec: ClusterSpec | None) -> Iterator[Check]:
             )
     token = Path.home() / ".ray" / "auth_token"
     if token.exists():
-        mode = stat.S_IMODE(token.stat().st_mode)
-        yield _check("~/.ray/auth_token", mode & 0o077 == 0, f"mode {mode:o}", f"chmod 600 {token}", "warn")
+        yield from _private("~/.ray/auth_token", token, "600", "warn")
 
 
 def _leftovers(life: Lifecycle) -> Iterator[Check]:
@@ -180,6 +192,8 @@ def _leftovers(life: Lifecycle) -> Iterator[Check]:
             )
             continue
         used |= {str(folder.last_words(node).get("temp")) for node in record.nodes}
+    if sys.platform == "win32":
+        return  # no node runs here
     mine = [
         p for p in Path(tempfile.gettempdir()).glob("hs-*") if p.is_dir() and p.stat().st_uid == os.getuid()
     ]
@@ -230,8 +244,7 @@ def _cluster(life: Lifecycle, name: str) -> Iterator[Check]:
             "take `security` out of the file",
         )
     elif folder.token.exists():
-        mode = stat.S_IMODE(folder.token.stat().st_mode)
-        yield _check("token", mode & 0o077 == 0, f"mode {mode:o}", f"chmod 600 {folder.token}")
+        yield from _private("token", folder.token, "600")
     else:
         yield Check(
             "token",

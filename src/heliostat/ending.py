@@ -97,7 +97,9 @@ class Ending(Looking):
 
                 known = {h.native_id for h in handles}
                 strays = backend.strays(record.id, planning.spec_of(record), self.host_of(record))
-                handles += [h for h in strays if h.native_id not in known]
+                strays = [h for h in strays if h.native_id not in known]
+                handles += strays
+                self._put_on_record(folder, strays)
             given_up = None
             try:
                 backend.cancel(handles, self.host_of(record), now=now)
@@ -159,6 +161,14 @@ class Ending(Looking):
             return record, True
         except DiskError:
             return ask()[0], False
+
+    def _put_on_record(self, folder: ClusterFolder, handles: Sequence[Handle]) -> None:
+        """What lies where these were comes home with the rest."""
+        if handles:
+            with contextlib.suppress(DiskError), folder.lock():
+                record = folder.record()
+                record.handles += [handle.to_json() for handle in handles]
+                folder.save(record)
 
     def release(self, folder: ClusterFolder) -> None:
         """The work is done and the agents end by themselves: wait for that, and see that nothing is left."""

@@ -35,6 +35,11 @@ def scale(life: Lifecycle, name: str, workers: int) -> View:
         )
     environment.pack(spec, life.store, life.emit)
     wanted = {m.name: m for m in worker_members(spec, workers)}
+    if len(wanted) < workers:
+        raise UsageError(
+            f"`{name}` cannot have {count(workers, 'worker')}",
+            because=f"its file lists {count(len(wanted), 'host')} beside the head",
+        )
     with folder.lock():
         record = folder.record()
         own = [n for n in record.nodes.values() if n.role == "worker" and not n.guest]

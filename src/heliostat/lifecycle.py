@@ -202,7 +202,7 @@ class Lifecycle(Ending):
         record = Record(
             name=spec.cluster_name,
             id=mark,
-            place=str(place) if place.parent != self.store.clusters else None,
+            place=place.as_posix() if place.parent != self.store.clusters else None,
             site=spec.on,
             kind="run" if command else "up",
             created=now,
@@ -263,7 +263,9 @@ class Lifecycle(Ending):
             not backend.shares_files and record.place
         ):  # each machine has its own folder, and the site fills it
             place = Path(record.place)
-            files = {str(p.relative_to(place)): d for p, d, _ in self._for_elsewhere(folder, place, order)}
+            files = {
+                p.relative_to(place).as_posix(): d for p, d, _ in self._for_elsewhere(folder, place, order)
+            }
             order = replace(
                 order, files=files, facts={**order.facts, "head": read_json(folder.path / "head.json")}
             )

@@ -131,7 +131,7 @@ class Looking:
         self.emit = emit
         self.host: Transport = host or Local()
         self._asked: dict[Path, _Asked] = {}
-        self._mirrors: dict[str, Mirror] = {}
+        self._mirrors: dict[str, Mirror] = {}  # by the cluster's id: its name may come back
         self._at_home: set[str] = set()  # clusters whose files have come here for good
         self._ended: set[str] = set()  # handles that were seen to end
 
@@ -224,8 +224,8 @@ class Looking:
             and not command.get("package")
         ):
             name = command.get("id", "run")
-            there = {"cwd": str(place.path / "work" / name), "package": str(place.path / f"{name}.zip")}
-            command = {**command, **there}
+            there = {"cwd": place.path / "work" / name, "package": place.path / f"{name}.zip"}
+            command = {**command, **{key: path.as_posix() for key, path in there.items()}}
         home = None if host is self.host else cast("Ssh", host).home
         return planning.plan(place, spec, nodes, mark, command, launch, host, standalone, home)
 

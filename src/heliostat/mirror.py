@@ -9,6 +9,7 @@ import base64
 import contextlib
 import io
 import json
+import os
 import secrets
 import tarfile
 import threading
@@ -63,9 +64,9 @@ class Mirror:
 
     def push(self, files: Iterable[tuple[Path, bytes, int]]) -> None:
         """Paths are of the other machine. One connection for all of them."""
-        packed = pack({str(path.relative_to(self.place)): data for path, data, _ in files})
+        packed = pack({path.relative_to(self.place).as_posix(): data for path, data, _ in files})
         script = 'umask 077; mkdir -p -- "$1/logs" && cd -- "$1" && tar -xf -'
-        done = self.host.run(["sh", "-c", script, "sh", str(self.place)], input=packed, timeout=600)
+        done = self.host.run(["sh", "-c", script, "sh", self.place.as_posix()], input=packed, timeout=600)
         if done.code:
             because = done.err.strip()[-300:]
             raise HeliostatError(f"could not write `{self.place}` on `{self.host.target}`", because=because)
@@ -104,11 +105,11 @@ class Mirror:
 
     def _pull(self, node: str | None) -> None:
         logs = self.folder.logs
-        names = [(str(path.relative_to(logs)), path.stat().st_size) for path in self.have(node)]
+        names = [(path.relative_to(logs).as_posix(), path.stat().st_size) for path in self.have(node)]
         cases = "".join(f" {quote([name])}) o={size};;" for name, size in names)
         script = _PULL % {"small": " ".join(self.small), "cases": cases, "most": LARGEST}
         process = self.process or {"pid": ""}
-        argv = ["sh", "-c", script, "sh", str(self.place), node or "", str(process["pid"])]
+        argv = ["sh", "-c", script, "sh", self.place.as_posix(), node or "", str(process["pid"])]
         done = self.host.run(argv, timeout=60)
         if done.code == 3:  # not made yet, or gone
             self.head = (NodeState.GONE, "") if self.process else None
@@ -139,7 +140,8 @@ class Mirror:
             return
         with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as archive:
             for entry in archive:
-                inside = not entry.name.startswith("/") and ".." not in Path(entry.name).parts
+                target = Path(os.path.abspath(self.folder.path / entry.name))
+                inside = target.is_relative_to(os.path.abspath(self.folder.path))
                 source = archive.extractfile(entry) if entry.isfile() and inside else None
                 if source:
                     self.put(entry.name, source.read())
@@ -170,7 +172,7 @@ class Mirror:
         """All logs come here, and only then the folder there goes, but for the copy of the person's own folder, where
         results may lie: its path there. One connection."""
         self.close()
-        with self.host.talk(["sh", "-c", _FINISH, "sh", str(self.place)]) as there:
+        with self.host.talk(["sh", "-c", _FINISH, "sh", self.place.as_posix()]) as there:
             first = there.hear()
             if first is None:
                 raise HeliostatError(f"could not reach `{self.host.target}`", because="the connection ended")
@@ -206,14 +208,15 @@ class Follower(threading.Thread):
     def run(self) -> None:
         mirror, words = self.mirror, self.process
         script = 'cd -- "$1" && exec "$2" agent.pyz follow'
-        argv = ["sh", "-c", script, "sh", str(mirror.place), str(words["executable"])]
+        argv = ["sh", "-c", script, "sh", mirror.place.as_posix(), str(words["executable"])]
         have = {
-            str(path.relative_to(mirror.folder.logs)): path.stat().st_size for path in mirror.have(self.node)
+            path.relative_to(mirror.folder.logs).as_posix(): path.stat().st_size
+            for path in mirror.have(self.node)
         }
         first = {
             "pid": words["pid"],
             "start": words["start"],
-            "small": SMALL,
+            "small": mirror.small,
             "node": self.node,
             "have": have,
         }
@@ -264,6 +267,6 @@ _FINISH = """
 cd -- "$1" 2>/dev/null || { echo gone; exit 0; }
 tar -cf - logs nodes state.json 2>/dev/null | base64 -w0; echo
 read -r word && [ "$word" = ok ] || exit 1
-rm -rf -- logs nodes requests token agent.pyz *.json *.env *.sh *.zip
+for f in *; do [ "$f" = work ] || rm -rf -- "$f"; done
 if [ -d work ]; then echo "$1/work"; else d=$PWD; cd .. && rmdir -- "$d"; rmdir -- "$PWD" 2>/dev/null; echo; fi
 """

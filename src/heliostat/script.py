@@ -52,13 +52,13 @@ def agent_script(
 ) -> BatchScript:
     """The script that calls the agent by the Python of this environment (`python`: where it names none)."""
     if environment is None:
-        return BatchScript([python, str(agent), verb], **more)
+        return BatchScript([python, agent.as_posix(), verb], **more)
     special = environment.venv or environment.conda
     venv = environment.venv
     if venv and not venv.startswith("~/"):  # that one is for the machine where the script runs
         venv = str(Path(venv).expanduser())
     return BatchScript(
-        ["python3" if special else python, str(agent), verb],
+        ["python3" if special else python, agent.as_posix(), verb],
         setup=environment.setup,
         venv=venv,
         conda=environment.conda,

@@ -23,6 +23,7 @@ LABEL_KEY = re.compile(r"^[A-Za-z0-9]([A-Za-z0-9_./-]{0,61}[A-Za-z0-9])?$")
 DEFAULT_RAY = "2.60.0"  # what set-up installs where the file names no version
 HERE = ("this machine", "localhost")  # no ssh to the machine that one is on
 LISTED = "ssh"  # the site whose machines are those that the file lists
+HOST = re.compile(r"([^-\s@][^\s]*@)?\w[\w.:%-]*")  # its node's name is also a folder's
 HIGHEST_PORT = 65535
 WINDOW_PORTS = 2420  # what one `port_offset` owns: 20 ports of Ray's own services, the rest for its workers
 
@@ -248,17 +249,16 @@ class Host(Model):
     @field_validator("host")
     @classmethod
     def _host(cls, host: str) -> str:
-        if host.startswith("-") or (
-            re.search(r"\s", host) and host not in HERE
-        ):  # ssh would take it for an option
+        if host not in HERE and not HOST.fullmatch(host):  # ssh would take `-x` for an option
             raise ValueError(f"`{host[:60]}` is not the name of a host")
         return host
 
     @property
     def node(self) -> str:
-        """The node's name: `zinc` of ann@zinc.lab.edu, an address as it is."""
+        """The node's name: `zinc` of ann@zinc.lab.edu; an address as it is, but for `:`, which no file's name has on Windows."""
         bare = "here" if self.host in HERE else self.host.rpartition("@")[2]
-        return self.name or (bare if re.fullmatch(r"[\d.]+|.*:.*", bare) else bare.partition(".")[0])
+        whole = re.fullmatch(r"[\d.]+|.*:.*", bare)
+        return self.name or (bare.replace(":", "-") if whole else bare.partition(".")[0])
 
 
 class Security(Model):

@@ -13,6 +13,7 @@ import os
 import secrets
 import socket
 import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
@@ -27,6 +28,7 @@ from heliostat.transport import Completed, Local
 CONNECT_S = 10
 ALIVE_S = 5  # three times without an answer, and the connection is given up
 LONGEST = 104 - 60  # a socket's path, less the name that ssh gives it
+UNIX = sys.platform != "win32"
 HINTS = {
     "identification has changed": "if your site says why: ssh-keygen -R {target}, then ssh {target} once by hand",
     "host key verification failed": "ssh {target} once by hand, and compare the key it shows with your site's",
@@ -69,7 +71,7 @@ class Ssh:
         if shown.code != 0:
             raise self._lost(shown)
         said = dict(line.partition(" ")[::2] for line in shown.out.splitlines())
-        if said.get("controlpath", "none") != "none":
+        if said.get("controlpath", "none") != "none" or not UNIX:  # Windows' ssh cannot share
             return base
         share = ["ControlMaster=auto", "ControlPersist=60", f"ControlPath={_sockets()}/%C"]
         return [*base, *(word for option in share for word in ("-o", option))]
@@ -136,7 +138,7 @@ class Ssh:
     def read(self, path: Path, offset: int = 0, limit: int = 1 << 20) -> bytes:
         script = f'tail -c +{offset + 1} -- "$1" | head -c {limit} | base64'
         try:
-            return base64.b64decode(self.run(["sh", "-c", script, "sh", str(path)], timeout=60).out)
+            return base64.b64decode(self.run(["sh", "-c", script, "sh", path.as_posix()], timeout=60).out)
         except (HeliostatError, ValueError):
             return b""
 
@@ -146,7 +148,7 @@ class Ssh:
             'umask 077; d=$(dirname -- "$1"); mkdir -p -- "$d" && cat > "$1.$$" && '
             'chmod "$2" "$1.$$" && mv -f -- "$1.$$" "$1" || { rm -f -- "$1.$$"; exit 1; }'
         )
-        done = self.run(["sh", "-c", script, "sh", str(path), f"{mode:o}"], input=data, timeout=600)
+        done = self.run(["sh", "-c", script, "sh", path.as_posix(), f"{mode:o}"], input=data, timeout=600)
         if done.code:
             raise HeliostatError(
                 f"could not write `{path}` on `{self.target}`", because=done.err.strip()[-300:]
@@ -170,14 +172,17 @@ class Ssh:
                 threading.Thread(target=self._carry, args=(client, there), daemon=True).start()
 
     def _carry(self, client: socket.socket, there: str) -> None:
-        """One connection: ssh has the socket itself as its standard input and output."""
+        """One connection: ssh has the socket itself as its standard input and output. On Windows a socket is no file, and
+        the bytes go through us."""
         with client:
             process = subprocess.Popen(
                 [*self.command, "-W", there, "--", self.target],
-                stdin=client.fileno(),
-                stdout=client.fileno(),
+                stdin=client.fileno() if UNIX else subprocess.PIPE,
+                stdout=client.fileno() if UNIX else subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
             )
+            if process.stdin and process.stdout:
+                _pump(client, process.stdin, process.stdout)
         process.wait()
 
 
@@ -213,6 +218,28 @@ class Here(Ssh):
 
 
 _known: dict[tuple[str, ...], Ssh] = {}
+
+
+def _pump(client: socket.socket, stdin: IO[bytes], stdout: IO[bytes]) -> None:
+    """Until both sides have ended."""
+
+    def back() -> None:
+        with contextlib.suppress(OSError):
+            while data := os.read(stdout.fileno(), 1 << 16):
+                client.sendall(data)
+        with contextlib.suppress(OSError):
+            client.shutdown(socket.SHUT_WR)
+
+    thread = threading.Thread(target=back, daemon=True)
+    thread.start()
+    with contextlib.suppress(OSError):
+        while data := client.recv(1 << 16):
+            stdin.write(data)
+            stdin.flush()
+    with contextlib.suppress(OSError):
+        stdin.close()
+    thread.join()
+    stdout.close()
 
 
 def _sockets() -> Path:

@@ -376,7 +376,8 @@ class Store:
         """Drafts whose maker was killed before it could put them in their place."""
         for draft in self.clusters.glob(".*.*.*.*.*"):
             _, _, _, pid, start, host = draft.name.split(".", 5)
-            if host == socket.gethostname() and pid.isdecimal() and process_start(int(pid)) != start:
+            known = host == socket.gethostname() and pid.isdecimal() and start != "None"
+            if known and process_start(int(pid)) != start:
                 shutil.rmtree(draft, ignore_errors=True)
 
     def archive(self, folder: ClusterFolder, record: Record) -> ClusterFolder:

@@ -150,8 +150,10 @@ def process_start(pid: int) -> str | None:
         pass
     if os.path.isdir("/proc/self"):
         return None
-    listing = subprocess.run(
-        ["ps", "-o", "stat=,lstart=", "-p", str(pid)], capture_output=True, text=True, timeout=10
-    )
+    words = ["ps", "-o", "stat=,lstart=", "-p", str(pid)]
+    try:
+        listing = subprocess.run(words, capture_output=True, text=True, timeout=10)
+    except FileNotFoundError:
+        return None  # Windows, where no node runs: whoever holds a lock is judged by its age
     state, _, start = listing.stdout.strip().partition(" ")
     return start.strip() if state and not state.startswith("Z") else None

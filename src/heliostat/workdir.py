@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 _NEVER = frozenset({".git", "__pycache__", ".venv", ".heliostat"})
 _RAY_DEFAULT_EXCLUDES = ".git,.venv,venv,__pycache__"
 _CHUNK = 1 << 20
+# a pipe must not hold us up, and no newline be changed; each system has its own of these
+_READ = os.O_RDONLY | sum(getattr(os, name, 0) for name in ("O_NONBLOCK", "O_CLOEXEC", "O_BINARY"))
 _ENOUGH = 100_000  # over the limit and this many entries seen: more of them tell a person nothing new
 
 
@@ -323,9 +325,7 @@ class _Writer:
                     self._note(entry.path, 0o755, b"")
                     continue
                 try:
-                    handle = os.open(
-                        os.path.join(self.root, entry.path), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
-                    )
+                    handle = os.open(os.path.join(self.root, entry.path), _READ)
                 except (FileNotFoundError, NotADirectoryError):
                     self.skipped.append(f"{_shown(entry.path)} (went away meanwhile)")
                     continue

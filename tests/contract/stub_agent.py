@@ -28,7 +28,7 @@ def start_time(pid):
 
 
 def write(path, value):
-    temporary = f"{path}.{os.getpid()}"
+    temporary = f"{path}.{os.getpid()}.tmp"
     with open(temporary, "w") as stream:
         json.dump(value, stream)
     os.replace(temporary, path)
@@ -46,8 +46,12 @@ def mine(config):
 class Node:
     def __init__(self, config):
         self.step = None
-        self.config, self.name, self.folder = config, config["node"], config["folder"]
-        self.world = os.environ["CONTRACT_WORLD"]
+        self.config, self.name, self.world = config, config["node"], os.environ["CONTRACT_WORLD"]
+        self.folder = os.path.join(os.path.expanduser("~"), config["folder"])
+        self.fellows = os.path.join(self.folder, "nodes")
+        if not os.path.isabs(config["folder"]):  # each has a folder of its own, on a machine of its own
+            ours = os.path.dirname(config["folder"])
+            self.fellows = os.path.join(self.world, "hosts", "*", ours, "*", "nodes")
         self.status, self.table, self.told = {}, None, False
         os.makedirs(os.path.join(self.folder, "nodes"), exist_ok=True)
 
@@ -67,6 +71,7 @@ class Node:
             "pid": os.getpid(),
             "start": start_time(os.getpid()),
             "mark": self.config["mark"],
+            "executable": sys.executable,
         }
         write(os.path.join(self.folder, "nodes", self.name + ".json"), {**me, **self.status})
         self.gather()
@@ -76,9 +81,7 @@ class Node:
         if self.config["role"] != "head":
             return
         table = dict(self.table or {})
-        for path in glob.glob(os.path.join(self.folder, "nodes", "*.json")):
-            with open(path) as stream:
-                words = json.load(stream)
+        for words in self.spoken("*"):
             silent = words["state"] in ("READY", "STARTING") and start_time(words["pid"]) != words["start"]
             name, pid = words["node"], words.pop("pid")
             table[name] = {
@@ -90,6 +93,15 @@ class Node:
             self.table = table
             state = {"schema": 1, "nodes": table, "job": None, "started": time.time(), "ended": ended}
             write(os.path.join(self.folder, "state.json"), state)
+
+    def spoken(self, name):
+        """The last words of the nodes of this name."""
+        for path in glob.glob(os.path.join(self.fellows, name + ".json")):
+            try:
+                with open(path) as stream:
+                    yield json.load(stream)
+            except OSError:
+                pass  # its folder went in this moment
 
     def stop(self, *_):
         self.told = True
@@ -103,13 +115,8 @@ class Node:
 
     def tell(self, *names):
         """These end; the real ones hear it through the hub."""
-        for name in names:
-            try:
-                with open(os.path.join(self.folder, "nodes", name + ".json")) as stream:
-                    words = json.load(stream)
-            except OSError:
-                continue
-            if name != self.name and start_time(words["pid"]) == words["start"]:
+        for words in (words for name in names for words in self.spoken(name)):
+            if words["node"] != self.name and start_time(words["pid"]) == words["start"]:
                 os.kill(words["pid"], signal.SIGTERM)
 
     def read_requests(self):
@@ -139,6 +146,9 @@ class Node:
         self.move("STARTING")
         if how == "refuse":
             return self.end("FAILED", "no Ray in the environment of this test")
+        if self.config["role"] == "head":
+            place = {"id": self.config["id"], "ip": "127.0.0.2", "gcs": 6379, "hub": 1}
+            write(os.path.join(self.folder, "head.json"), place)
         self.start_others()
         while (
             how == "hold"
@@ -150,8 +160,6 @@ class Node:
         if not self.told:
             if self.config["role"] == "head":
                 env = {"RAY_ADDRESS": "127.0.0.2:6379", "RAY_AUTH_MODE": "token"}
-                place = {"id": self.config["id"], "ip": "127.0.0.2", "gcs": 6379, "hub": 1}
-                write(os.path.join(self.folder, "head.json"), place)
                 write(connection, {"address": "127.0.0.2:6379", "dashboard_port": 1, "ray": "0", "env": env})
             self.move("READY")
         while not self.told:

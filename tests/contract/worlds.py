@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
-from heliostat import growth, planning
+from heliostat import growth, mirror, planning, ssh
 from heliostat.agent import processes
 from heliostat.backends import slurm
 from heliostat.backends.base import Handle
@@ -28,6 +28,7 @@ from heliostat.transport import Completed, Local, Spawned
 
 STUB = Path(__file__).parent / "stub_agent.py"
 FAKE_SLURM = Path(__file__).parent / "fake_slurm.py"
+FAKE_SSH = Path(__file__).parent / "fake_ssh.py"
 PATIENCE_S = 60.0
 
 
@@ -44,14 +45,21 @@ class World(Protocol):
 
     site: ClassVar[str]
     together: ClassVar[bool]  # the nodes that are asked for at once have one handle, and share its fate
-    orphans_end: ClassVar[
-        bool
-    ]  # what was launched and not put on record ends by itself; else it is found again
+    # what was launched and not put on record ends by itself; else it is found again, or another takes its place
+    orphans_end: ClassVar[bool]
     refusal: ClassVar[str]  # the other party's words for no
+    # each node is a party of its own: it is asked by itself, and its no does not stop the rest
+    parties: ClassVar[bool]
+    kinds: ClassVar[bool]  # machines come in the groups that are asked for; else they are those of the file
     store: Store
-    calls: int  # programs that were run on the other party's side, or by it
+    folder: Path
 
     def __init__(self, home: Path, folder: Path) -> None: ...
+
+    @property
+    def calls(self) -> int:
+        """Programs that were run on the other party's side, or by it, until now."""
+        ...
 
     def spec(self, **values: Any) -> ClusterSpec:
         """A cluster `lab` on this site."""
@@ -95,6 +103,10 @@ class World(Protocol):
         """What is there of ours now, with the other party. Empty: nothing is left."""
         ...
 
+    def left(self) -> list[str]:
+        """Files of ours that are on other machines."""
+        ...
+
 
 class Counting(Local):
     """This computer; remembers what was run, and does not always obey."""
@@ -103,7 +115,7 @@ class Counting(Local):
         self.world = world
 
     def run(self, argv: Sequence[str], *, input: bytes = b"", timeout: float) -> Completed:
-        self.world.calls += 1
+        self.world.runs += 1
         if self.world.no_cancel and argv[-1] == "stop":
             return Completed(tuple(argv), 1, json.dumps({"ok": False, "left": [4711]}), "")
         return super().run(argv, input=input, timeout=timeout)
@@ -122,13 +134,19 @@ class LocalWorld:
     together: ClassVar[bool] = False
     orphans_end: ClassVar[bool] = True
     refusal: ClassVar[str] = "Resource temporarily unavailable"
+    parties: ClassVar[bool] = False
+    kinds: ClassVar[bool] = True
 
     def __init__(self, home: Path, folder: Path) -> None:
         self.store, self.folder = Store(home), folder
-        self.calls = self.launched = self.no_launch = 0
+        self.runs = self.launched = self.no_launch = 0
         self.no_cancel = False
         os.environ["CONTRACT_WORLD"] = str(folder)
         planning.agent_archive = STUB.read_bytes
+
+    @property
+    def calls(self) -> int:
+        return self.runs
 
     def spec(self, **values: Any) -> ClusterSpec:
         return ClusterSpec.model_validate({"name": "lab", "on": self.site, **values})
@@ -179,6 +197,20 @@ class LocalWorld:
                 found.append(f"{path.parent.name}: {words.decode()}")
         return found
 
+    def left(self) -> list[str]:
+        return []
+
+
+def put_on_path(folder: Path, source: Path, *names: str) -> None:
+    """The stand-in under each of these names, found before the real ones."""
+    programs = folder / "bin"
+    programs.mkdir(exist_ok=True)
+    text = source.read_text().partition("\n")[2]
+    for name in names:
+        (programs / name).write_text(f"#!{sys.executable} -S\n{text}")
+        (programs / name).chmod(0o700)
+    os.environ["PATH"] = f"{programs}:{os.environ['PATH']}"
+
 
 class SlurmWorld(LocalWorld):
     """A SLURM that keeps its jobs in a folder; each job is a process group of this computer."""
@@ -191,13 +223,7 @@ class SlurmWorld(LocalWorld):
 
     def __init__(self, home: Path, folder: Path) -> None:
         super().__init__(home, folder)
-        programs = folder / "bin"
-        programs.mkdir(exist_ok=True)
-        for name in ("sbatch", "squeue", "scancel", "scontrol", "sinfo", "srun"):
-            text = FAKE_SLURM.read_text().partition("\n")[2]
-            (programs / name).write_text(f"#!{sys.executable} -S\n{text}")
-            (programs / name).chmod(0o700)
-        os.environ["PATH"] = f"{programs}:{os.environ['PATH']}"
+        put_on_path(folder, FAKE_SLURM, "sbatch", "squeue", "scancel", "scontrol", "sinfo", "srun")
         for name in ("refuse-launch", "refuse-cancel"):
             (folder / name).unlink(missing_ok=True)
         slurm.END_S, slurm.CANCEL_S = self.patience
@@ -229,7 +255,53 @@ class SlurmWorld(LocalWorld):
         return words.endswith((b".sh", b"node")) and b"/srun\0" not in words
 
 
-WORLDS: dict[str, type[World]] = {world.site: world for world in (LocalWorld, SlurmWorld)}
+class SshWorld(LocalWorld):
+    """A lab of machines, each a home in a folder; a node has its machine's name."""
+
+    site: ClassVar[str] = "ssh"
+    orphans_end: ClassVar[bool] = False
+    refusal: ClassVar[str] = "Connection refused"
+    parties: ClassVar[bool] = True
+    kinds: ClassVar[bool] = False
+    HOSTS: ClassVar[tuple[str, ...]] = ("head", "w1", "w2", "w3", "w4")
+
+    def __init__(self, home: Path, folder: Path) -> None:
+        super().__init__(home, folder)
+        put_on_path(folder, FAKE_SSH, "ssh")
+        for name in ("refuse-launch", "refuse-cancel"):
+            (folder / name).unlink(missing_ok=True)
+        os.environ["XDG_RUNTIME_DIR"] = str(folder)
+        ssh._known.clear()
+        mirror.PULL_S = 0.02
+
+    @property
+    def calls(self) -> int:
+        path = self.folder / "calls"
+        return len(path.read_text().splitlines()) if path.exists() else 0
+
+    def spec(self, **values: Any) -> ClusterSpec:
+        given = {"hosts": list(self.HOSTS), "nodes": 1, "sites": {"ssh": {"python": sys.executable}}}
+        return super().spec(**{**given, **values})
+
+    def refuse_launch(self, number: int) -> None:
+        (self.folder / "refuse-launch").write_text(str(number))
+
+    def refuse_cancel(self) -> None:
+        (self.folder / "refuse-cancel").touch()
+
+    def stranger(self) -> Handle:
+        who = {"pid": 2**22 + 1, "start": "1", "temp": None, "executable": sys.executable}
+        place = {"ssh": ["ssh", "head"], "folder": ".heliostat/via/nobody/head"}
+        return Handle("head.4194305.1", ("head",), {**place, **who, "mark": "nobody", "role": "head"})
+
+    def is_ours(self, words: bytes) -> bool:
+        return words.endswith((b".sh", b"node"))
+
+    def left(self) -> list[str]:
+        return [str(path) for path in self.folder.glob("hosts/*/.heliostat/via/*")]
+
+
+WORLDS: dict[str, type[World]] = {world.site: world for world in (LocalWorld, SlurmWorld, SshWorld)}
 
 
 def die(stage: str) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from heliostat.spec import ClusterSpec, check_name, members, worker_members
+from heliostat.spec import ClusterSpec, check_name, hosts, members, worker_members
 
 NASTY = [
     "", " ", "a b", " a", "a ", "a\n", "\na", "a\tb", "'a'", '"a"', "a;b", "$HOME", "$(id)", "`id`", "a\\b", "a/b", "../a",
@@ -263,3 +263,132 @@ def test_names_of_nodes_differ() -> None:
 def test_workers_of_another_number() -> None:
     assert [m.name for m in worker_members(spec(nodes=2), 3)] == ["w1", "w2", "w3"]
     assert worker_members(spec(), 0) == []
+
+
+# -- machines that the file lists
+
+
+def lab(*machines: Any, **values: Any) -> ClusterSpec:
+    return spec(on="ssh", hosts=list(machines), **values)
+
+
+def names(made: ClusterSpec) -> list[str]:
+    return [member.name for member in members(made)]
+
+
+@pytest.mark.parametrize(
+    ("host", "name"),
+    [
+        ("zinc", "zinc"),
+        ("zinc.lab.edu", "zinc"),
+        ("ann@zinc", "zinc"),
+        ("ann@zinc.lab.edu", "zinc"),
+        ("ann@corp@zinc", "zinc"),
+        ("node_7", "node_7"),
+        ("10.0.0.7", "10.0.0.7"),
+        ("ann@10.0.0.7", "10.0.0.7"),
+        ("2001:db8::7", "2001-db8--7"),
+        ("fe80::7%eth0", "fe80--7%eth0"),
+        ("this machine", "here"),
+        ("localhost", "here"),
+        ({"host": "zinc.lab.edu", "name": "big"}, "big"),
+        ({"host": "10.0.0.7", "name": "big"}, "big"),
+    ],
+)
+def test_the_name_of_a_machine(host: Any, name: str) -> None:
+    assert names(lab(host)) == [name]
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["", " ", "-oProxyCommand=x", "a b", "a\n", "\ta", "ann@", "@", "ann@-x", "-x@a", ".", "..", "a/b", "../a", "a;b", "$(a)",
+     "ssh://a", "a\0b", "other machine"],
+)  # fmt: skip
+def test_what_is_no_host(host: str) -> None:
+    for values in ({"hosts": [host]}, {"hosts": [{"host": host, "name": "good"}]}):
+        assert "not the name of a host" in (words := refused(on="ssh", **values)) or "at least 1" in words
+    if host:  # an empty one is none
+        assert "not the name of a host" in refused(on="ssh", hosts=["a"], head=host)
+
+
+@pytest.mark.parametrize("name", ["a b", "a.b", "-a", "", "ä"])
+def test_a_name_that_is_given_to_a_machine_is_a_name(name: str) -> None:
+    assert "is not a name" in refused(on="ssh", hosts=[{"host": "zinc", "name": name}])
+
+
+def test_two_machines_of_one_name() -> None:
+    for machines in (["a", "a"], ["a.x", "a.y"], ["ann@a", "bob@a"], ["a", {"host": "b", "name": "a"}]):
+        assert "two hosts have the name `a`" in refused(on="ssh", hosts=machines)
+    assert "two hosts have the name `a`" in refused(on="ssh", hosts=["b", "a"], head="ann@a")
+    assert names(lab("a.x", {"host": "a.y", "name": "a2"})) == ["a", "a2"]
+
+
+@pytest.mark.parametrize(
+    ("head", "order"),
+    [
+        ({}, ["a", "b", "c"]),
+        ({"head": "b"}, ["b", "a", "c"]),
+        ({"head": "ann@b.lab.edu"}, ["b", "a", "c"]),
+        ({"head": {"host": "c"}}, ["c", "a", "b"]),
+        ({"head": "other.lab.edu"}, ["other", "a", "b", "c"]),
+        ({"head": "this machine"}, ["here", "a", "b", "c"]),
+        ({"head": {"work": False}}, ["a", "b", "c"]),
+    ],
+)
+def test_which_machine_is_the_head(head: dict[str, Any], order: list[str]) -> None:
+    made = lab("a", "ann@b.lab.edu", {"host": "10.0.0.3", "name": "c"}, **head)
+    assert names(made) == order and made.nodes == len(order)
+    assert [member.role for member in members(made)] == ["head", *["worker"] * (len(order) - 1)]
+    assert [member.host for member in members(made)] == hosts(made)
+
+
+def test_a_head_that_is_listed_keeps_what_is_said_of_it() -> None:
+    head, worker = members(lab("a", {"host": "b", "port": 2222, "cpus": 3}, head="b"))
+    assert head.host and (head.host.port, head.cpus) == (2222, 3) and worker.host and worker.host.port is None
+
+
+def test_fewer_nodes_than_machines_and_never_more() -> None:
+    assert names(lab("a", "b", "c", nodes=2)) == ["a", "b"]
+    assert names(lab("a", "b", nodes=2, head="c")) == ["c", "a"]
+    assert [m.name for m in worker_members(lab("a", "b", "c", nodes=2), 9)] == ["b", "c"]
+    assert "`nodes` (3) is more than the 2 hosts" in refused(on="ssh", hosts=["a", "b"], nodes=3)
+    assert len(members(lab("a", "b", nodes=3, head="c"))) == 3, "a head beside them is one more"
+    assert "min_nodes (3) is more than the 2 nodes" in refused(on="ssh", hosts=["a", "b"], min_nodes=3)
+
+
+def test_what_differs_from_machine_to_machine() -> None:
+    made = lab(
+        {"host": "a", "cpus": 8, "gpus": 2, "labels": {"kind": "big"}},
+        {"host": "b", "leave_cpus": 4, "env": {"NCCL_DEBUG": "INFO"}, "environment": {"conda": "ray"}},
+        "c",
+        cpus_per_node=2, memory_per_node="1G", labels={"kind": "any", "team": "blue"}, environment={"venv": "v"},
+    )  # fmt: skip
+    a, b, c = members(made)
+    assert [(m.cpus, m.gpus, m.memory) for m in (a, b, c)] == [(8, 2, 1 << 30), (2, None, 1 << 30), (2, None, 1 << 30)]  # fmt: skip
+    assert a.labels == {"kind": "big", "team": "blue"} and c.labels == {"kind": "any", "team": "blue"}
+    assert a.host and b.host and c.host
+    assert (a.host.leave_cpus, b.host.leave_cpus) == (0, 4)
+    assert b.host.env == {"NCCL_DEBUG": "INFO"} and c.host.env == {}
+    assert b.host.environment and b.host.environment.conda == "ray" and c.host.environment is None
+
+
+def test_a_head_without_work_on_a_machine_of_the_file() -> None:
+    head, worker = members(lab({"host": "a", "cpus": 8, "gpus": 2}, "b", head={"host": "a", "work": False}))
+    assert (head.cpus, head.gpus, worker.cpus) == (0, 0, None)
+    head, _ = members(lab({"host": "a", "cpus": 8}, "b", head={"cpus": 1}))
+    assert head.cpus == 1, "what is said of the head counts more than what is said of its machine"
+
+
+BOTH: dict[str, Any] = {"hosts": ["a", "b", "c"], "groups": {"gpu": {"nodes": 1, "gpus": 4}}}
+
+
+def test_one_file_for_several_sites() -> None:
+    there, here = spec(on="slurm", **BOTH), spec(on="ssh", **BOTH)
+    assert names(there) == ["head", "gpu-1"] and there.machines == () and list(there.kinds) == ["gpu"]
+    assert names(here) == ["a", "b", "c"] and len(here.machines) == 3 and here.kinds == {}
+    assert here.hosts == there.hosts and here.groups == there.groups, "the file says both"
+    assert names(spec(on="slurm", hosts=["a", "a"], nodes=4)) == ["head", "w1", "w2", "w3"], "they rest there"
+
+
+def test_no_machines_at_all() -> None:
+    assert spec(on="ssh").machines == () and members(spec(on="ssh"))[0].host is None

@@ -6,22 +6,23 @@ import json
 import os
 import shutil
 import socket
+import tempfile
 import threading
 from pathlib import Path
 
 import pytest
 
+from heliostat import ssh
 from heliostat.errors import HeliostatError
 from heliostat.mirror import PLACE, Mirror
-from heliostat.ssh import Ssh
+from heliostat.ssh import HINTS, Ssh
 from heliostat.store import ClusterFolder
 
 # as OpenSSH takes its options; the last word is for the login shell of the other side
 SSH = """#!/bin/bash
 echo "$*" >> "$FAR/calls"
-[ "$1" = -G ] && { cat "$FAR/config" 2>/dev/null; exit 0; }
 while [ $# -gt 0 ]; do
-  case $1 in -o) shift 2 ;; -W) place=$2; shift 2 ;; --) shift; break ;; *) break ;; esac
+  case $1 in -G) cat "$FAR/config" 2>/dev/null; exit 0 ;; -o|-p|-J|-l) shift 2 ;; -W) place=$2; shift 2 ;; --) shift; break ;; *) break ;; esac
 done
 [ -f "$FAR/refusal" ] && { cat "$FAR/refusal" >&2; exit 255; }
 [ -n "$place" ] && exec python3 -c '
@@ -81,6 +82,7 @@ def test_what_a_login_shell_prints_is_cut_off(far: Path) -> None:
 @pytest.mark.parametrize(
     ("said", "hint"),
     [
+        ("@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @", "ssh-keygen -R login"),
         ("Host key verification failed.", "compare the key"),
         ("ann@login: Permission denied (publickey,password).", "ssh-add your key"),
         ("ssh: Could not resolve hostname login: Name or service not known", "ssh -G login"),
@@ -97,6 +99,54 @@ def test_a_host_that_lets_nobody_in(far: Path, said: str, hint: str) -> None:
     assert caught.value.because == said and hint in caught.value.hint
 
 
+def test_each_hint_is_tried_above() -> None:
+    (rows,) = [mark.args[1] for mark in test_a_host_that_lets_nobody_in.pytestmark]  # type: ignore[attr-defined]
+    assert all(any(word in said.lower() for said, _ in rows) for word in HINTS)
+
+
+def test_one_object_a_machine() -> None:
+    there = ssh.far(["ssh", "-p", "2222", "-l", "ann", "zinc"])
+    assert (there.target, there.options) == ("zinc", ["-p", "2222", "-l", "ann"])
+    assert ssh.far(("ssh", "-p", "2222", "-l", "ann", "zinc")) is there
+    assert ssh.far(["ssh", "zinc"]) is not there
+
+
+def test_this_machine_as_if_it_were_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    done = ssh.Here().run(
+        ["sh", "-c", 'pwd; printf "%s|" "$@"; cat; exit 3', "sh", *NASTY], input=b"in", timeout=30
+    )
+    assert done.code == 3 and done.out == f"{tmp_path}\n" + "".join(f"{word}|" for word in NASTY) + "in"
+    assert isinstance(ssh.far([]), ssh.Here) and ssh.far([]).forward("127.0.0.1", 7) == ("127.0.0.1", 7)
+
+
+def test_options_come_before_ours_and_the_target_after_all(far: Path) -> None:
+    Ssh("zinc", ["-p", "2222", "-J", "gate"]).run(["true"], timeout=30)
+    asked, ran = (far / "calls").read_text().splitlines()[:2]
+    assert asked == "-p 2222 -J gate -G zinc"
+    assert (
+        ran.startswith("-p 2222 -J gate -o BatchMode=yes -o ConnectTimeout=10 ")
+        and " -- zinc bash -lc " in ran
+    )
+
+
+def test_a_login_shell_that_goes_wrong_is_told_in_its_words(far: Path) -> None:
+    (far / "home/.bash_profile").write_text("echo 'this account is locked'; exit 1\n")
+    with pytest.raises(HeliostatError, match="could not reach") as caught:
+        Ssh("login").run(["true"], timeout=30)
+    assert caught.value.because == "this account is locked"
+
+
+def test_a_configuration_that_ssh_does_not_take(far: Path) -> None:
+    (far / "bin/ssh").write_text(
+        "#!/bin/sh\necho 'config: line 3: Bad configuration option: hots' >&2; exit 255\n"
+    )
+    with pytest.raises(HeliostatError, match="could not reach `login`") as caught:
+        Ssh("login").run(["true"], timeout=30)
+    assert caught.value.because == "config: line 3: Bad configuration option: hots"
+
+
 def test_a_command_of_theirs_that_ends_with_ssh_s_own_code(far: Path) -> None:
     assert Ssh("login").run(["sh", "-c", "exit 255"], timeout=30).code == 255
 
@@ -111,10 +161,37 @@ def test_one_connection_is_shared_unless_theirs_is(far: Path) -> None:
     assert "Control" not in (far / "calls").read_text(), "whoever shares connections goes on as they do"
 
 
-def test_a_folder_for_sockets_that_others_can_enter_is_refused(far: Path, tmp_path: Path) -> None:
-    (tmp_path / f"heliostat-{os.getuid()}").mkdir(mode=0o755)
-    with pytest.raises(HeliostatError, match="yours alone"):
-        Ssh("login").run(["true"], timeout=30)
+def test_where_connections_cannot_be_shared_none_is(far: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ssh, "UNIX", False)
+    Ssh("login").run(["true"], timeout=30)
+    assert "BatchMode=yes" in (calls := (far / "calls").read_text()) and "Control" not in calls
+
+
+def test_a_folder_for_sockets_that_others_can_enter_is_refused(
+    far: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:
+        (Path(short) / f"heliostat-{os.getuid()}").mkdir(mode=0o755)
+        monkeypatch.setenv("XDG_RUNTIME_DIR", short)
+        with pytest.raises(HeliostatError, match="yours alone"):
+            Ssh("login").run(["true"], timeout=30)
+
+
+@pytest.mark.parametrize("place", ["/run/user/1000", "/" + "long/" * 12])
+def test_a_socket_s_path_is_short(far: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    """macOS has long folders for temporary files, and a socket's path ends at 104 bytes."""
+    for name in ("XDG_RUNTIME_DIR", "TMPDIR"):
+        monkeypatch.setenv(name, place)
+    monkeypatch.setattr(tempfile, "tempdir", place)
+    made: list[Path] = []
+    monkeypatch.setattr(Path, "mkdir", lambda self, **_: made.append(self))
+    monkeypatch.setattr(
+        Path, "lstat", lambda self: os.stat_result((0o40700, 0, 0, 0, os.getuid(), 0, 0, 0, 0, 0))
+    )
+    monkeypatch.setattr(Path, "is_dir", lambda self: True)
+    monkeypatch.setattr(Path, "is_symlink", lambda self: False)
+    chosen = ssh._sockets()
+    assert made == [chosen] and chosen.parent == Path(place if len(place) < 30 else "/tmp")
 
 
 def test_files(far: Path) -> None:
@@ -132,7 +209,10 @@ def test_files(far: Path) -> None:
         host.put(path / "below a file", b"")
 
 
-def test_a_port_of_the_other_side(far: Path) -> None:
+@pytest.mark.parametrize("unix", [True, False])
+def test_a_port_of_the_other_side(far: Path, monkeypatch: pytest.MonkeyPatch, unix: bool) -> None:
+    """On Windows ssh cannot have the socket itself."""
+    monkeypatch.setattr(ssh, "UNIX", unix)
     server = socket.create_server(("127.0.0.1", 0))
 
     def echo() -> None:
@@ -149,6 +229,8 @@ def test_a_port_of_the_other_side(far: Path) -> None:
         with socket.create_connection(place, timeout=30) as client:
             client.sendall(b"hello")
             assert client.recv(100) == b"HELLO"
+            client.shutdown(socket.SHUT_WR)
+            assert client.recv(100) == b"", "the end is heard of on both sides"
     server.close()
 
 
@@ -219,6 +301,8 @@ def test_at_the_end_the_logs_come_home_and_only_results_stay(mirror: Mirror, wor
         "logs/w1/ray.log",
         "logs/run.out",
         "state.json",
+        "state.json.7.tmp",  # an agent that was killed while it wrote
+        "keepalive",
         "token",
         "agent.pyz",
         "script.sh",

@@ -159,7 +159,7 @@ class Slurm:
             python=order.python,
         )
         path = order.folder / f"script{suffix}.sh"
-        submit = ("sbatch", "--parsable", *_where(_clusters(options)), str(path))
+        submit = ("sbatch", "--parsable", *_where(_clusters(options)), path.as_posix())
         names = tuple(member.name for member in order.members)
         return Plan((File(path, script.render(), 0o700),), (Step(submit, names, {"grace_s": grace}),))
 
@@ -190,7 +190,7 @@ class Slurm:
         yield directive(f"--comment=heliostat:{order.config['mark']}{suffix}")
         yield f"--nodes={size}"
         yield "--ntasks-per-node=1"
-        logs = str(order.folder / "logs").replace("%", "%%")  # a percent sign has a meaning there
+        logs = (order.folder / "logs").as_posix().replace("%", "%%")  # a percent sign has a meaning there
         place = f"{name}-%j.out" if order.config.get("standalone") else f"{logs}/slurm{suffix}-%j.out"
         yield directive(f"--output={place}")
         yield "--open-mode=append"
@@ -222,7 +222,7 @@ class Slurm:
     # -- starting
 
     def launch(self, plan: Plan, order: Order, host: Transport) -> Iterator[Handle]:
-        detail = {"clusters": _clusters(order.options), "folder": str(order.folder)}
+        detail = {"clusters": _clusters(order.options), "folder": order.folder.as_posix()}
         head = ""
         for step in plan.steps:
             argv = [f"--dependency=after:{head}" if word == AFTER else word for word in step.argv]

@@ -85,7 +85,7 @@ class OverSsh:
                 **self._config(order, member),
                 "env": {**order.config["env"], **environment.env, **host.env},
             }
-            steps.append(Step((*ssh_words(host), "bash", str(path)), (member.name,), config))
+            steps.append(Step((*ssh_words(host), "bash", path.as_posix()), (member.name,), config))
         return Plan(tuple(files), tuple(steps))
 
     def _config(self, order: Order, member: Member) -> dict[str, Any]:
@@ -94,8 +94,8 @@ class OverSsh:
         place = _place(order, member.name)
         return {
             **order.config,
-            "folder": str(place),
-            "token_path": str(place / "token"),
+            "folder": place.as_posix(),
+            "token_path": (place / "token").as_posix(),
             "mark": f"{order.config['mark']}-{member.name}",
             "node": member.name,
             "role": member.role,
@@ -134,17 +134,18 @@ class OverSsh:
         yield from _in_parallel(lambda step: _start(order, step, texts, head), rest)
 
     def strays(self, mark: str | None, spec: ClusterSpec, host: Transport) -> list[Handle]:
-        """Each host is asked what it has. Where nobody has the record, the head's is asked first: without a head there is
-        no cluster."""
-        from heliostat.spec import hosts
+        """An agent outlives whoever started it and died before its id was on record. One whose host cannot be reached ends
+        for want of its head. Where nobody has the record, the head's host is asked first: without a head there is no cluster."""
+        from heliostat.spec import hosts, members
 
         first, *rest = hosts(spec)
 
         def of(one: Host) -> list[Handle]:
-            return _found(one, mark, spec.cluster_name)
+            return _found(one, spec.cluster_name)
 
         if mark is not None:
-            return [handle for found in _in_parallel(of, [first, *rest]) for handle in found]
+            each = _in_parallel(lambda member: _stray(member, Path(PLACE) / mark, mark), members(spec))
+            return [handle for handle in each if handle]
         heads = of(first)
         if not heads:
             return []
@@ -219,7 +220,7 @@ def _detail(order: Order, step: Step) -> dict[str, Any]:
     member = next(m for m in order.members if m.name == step.nodes[0])
     return {
         "ssh": list(ssh_words(member.host)),
-        "folder": str(_place(order, step.nodes[0])),
+        "folder": _place(order, step.nodes[0]).as_posix(),
         "mark": step.config["mark"],
         "role": step.config["role"],
     }
@@ -233,8 +234,8 @@ def _start(order: Order, step: Step, texts: Mapping[str, bytes], head: Mapping[s
     # the command's folder is the head's alone
     mine = {n: d for n, d in order.files.items() if detail["role"] == "head" or not n.endswith(".zip")}
     files = {script: texts[script], f"config-{node}.json": json.dumps(config).encode(), **mine}
-    config_words = [step.config["role"], step.config["mark"], str(step.config["launch"])]
-    argv = ["sh", "-c", _START, "sh", detail["folder"], node, *config_words]
+    words = [node, step.config["role"], step.config["mark"]]
+    argv = ["sh", "-c", _SWEEP + _START, "sh", detail["folder"], *words]
     try:
         done = far(detail["ssh"]).run(argv, input=pack(files), timeout=START_S + 30)
         answer = json.loads(done.out.strip().splitlines()[-1])
@@ -243,7 +244,7 @@ def _start(order: Order, step: Step, texts: Mapping[str, bytes], head: Mapping[s
         return Handle(f"{node}.none", step.nodes, {**detail, "refused": refused})
     except (ValueError, IndexError):
         lines = [line.strip() for line in done.err.splitlines() if line.strip() and "tar: E" not in line]
-        said = (lines or [done.saw()])[-1][:300]
+        said = (lines or ["its agent ended without a word"])[-1][:300]
         if "/bin/activate" in said:
             said += " (`heliostat setup` makes it)"
         return Handle(f"{node}.none", step.nodes, {**detail, "refused": said})
@@ -256,11 +257,11 @@ def _handle(node: str, detail: Mapping[str, Any], words: Mapping[str, Any]) -> H
     return Handle(f"{node}.{words['pid']}.{words['start']}", (node,), {**detail, **who})
 
 
-def _found(host: Host, mark: str | None, cluster: str) -> list[Handle]:
+def _found(host: Host, cluster: str) -> list[Handle]:
     """What this host has of clusters of this name; nothing where it cannot be asked."""
     node, found = host.node, []
     try:
-        done = far(ssh_words(host)).run(["sh", "-c", _FIND, "sh", PLACE, node, mark or "*"], timeout=ASK_S)
+        done = far(ssh_words(host)).run(["sh", "-c", _FIND, "sh", PLACE, node], timeout=ASK_S)
         for line in done.out.splitlines():
             config, words = json.loads(line)
             if config["cluster"] == cluster and words.get("pid"):
@@ -276,6 +277,23 @@ def _found(host: Host, mark: str | None, cluster: str) -> list[Handle]:
     except (HeliostatError, ValueError, KeyError, TypeError):
         pass
     return found
+
+
+def _stray(member: Member, place: Path, mark: str) -> Handle | None:
+    detail: dict[str, Any] = {
+        "ssh": list(ssh_words(member.host)),
+        "folder": (place / member.name).as_posix(),
+        "mark": f"{mark}-{member.name}",
+        "role": member.role,
+    }
+    argv = ["sh", "-c", _SWEEP + _STRAY, "sh", detail["folder"], member.name, detail["mark"]]
+    try:
+        words = json.loads(far(detail["ssh"]).run(argv, timeout=ASK_S).out)
+    except (HeliostatError, ValueError):
+        return None
+    if not words:
+        return Handle(f"{member.name}.none", (member.name,), {**detail, "refused": "it was not started"})
+    return _handle(member.name, detail, words)
 
 
 def _ask(handle: Handle) -> Observation:
@@ -335,41 +353,47 @@ def _in_parallel(do: Callable[[A], B], items: Sequence[A]) -> list[B]:
         return list(pool.map(do, items))
 
 
-# $1: the cluster's folder below the home; $2: the node; $3: its role; $4: its mark; $5: the launch's number. On standard
-# input: a tar of the files. An agent that an interrupted `up` has started already is taken as it is, or, where that was
-# another launch, told to end.
+# ends whatever has this mark: it was started by one who died before it was on record
+_SWEEP = """
+sweep() {
+  for i in 1 2 3 4 5 6 7 8 9; do
+    p=$(grep -lzsxF -- "HELIOSTAT_NODE=$1" /proc/[0-9]*/environ | tr -dc '0-9\\n')
+    [ "$p" ] || break
+    kill -9 $p; sleep 0.2
+  done
+}
+"""
+# $1: the cluster's folder below the home; $2: the node; $3: its role; $4: its mark. On standard input: a tar of the files.
 _START = """
 umask 077
-mkdir -p -- "$1/logs/$2" "$1/nodes" && cd -- "$1" && tar -xf - || exit 1
-f="nodes/$2.json"
-pid=$(sed -n 's/^ *"pid": \\([0-9]*\\).*/\\1/p' "$f" 2>/dev/null)
-ours() { [ -n "$1" ] && tr '\\0' '\\n' <"/proc/$1/environ" 2>/dev/null | grep -qx "HELIOSTAT_NODE=$2"; }
-i=0
-if ours "$pid" "$4" && ! grep -q "\"launch\": $5," "$f"; then
-  kill -TERM "$pid"
-  while ours "$pid" "$4" && [ $i -lt 600 ]; do sleep 0.1; i=$((i + 1)); done
-fi
-if ! ours "$pid" "$4"; then
-  rm -f -- "$f"; [ "$3" = head ] && rm -f head.json
-  HELIOSTAT_NODE=$4 setsid nohup bash "start-$2.sh" <"config-$2.json" >>"logs/$2/agent.log" 2>&1 &
-  pid=$!
-fi
+mkdir -p -- "$1/logs/$2" "$1/nodes" && cd -- "$1" || exit 1
+[ -e "start-$2.sh" ] && sweep "$4"
+tar -xf - || exit 1
+rm -f -- "nodes/$2.json"; [ "$3" = head ] && rm -f head.json
+HELIOSTAT_NODE=$4 setsid nohup bash "start-$2.sh" <"config-$2.json" >>"logs/$2/agent.log" 2>&1 &
+pid=$! i=0
 while [ $i -lt 600 ]; do
-  if [ -s "$f" ]; then [ "$3" != head ] || [ -s head.json ] && break; fi
+  if [ -s "nodes/$2.json" ]; then [ "$3" != head ] || [ -s head.json ] && break; fi
   kill -0 $pid 2>/dev/null || break
   sleep 0.1; i=$((i + 1))
 done
-[ -s "$f" ] || { tail -n 3 "logs/$2/agent.log" >&2; exit 1; }
+[ -s "nodes/$2.json" ] || { tail -n 3 "logs/$2/agent.log" >&2; exit 1; }
 head=null; [ -s head.json ] && head=$(tr -d '\\n' <head.json)
-printf '{"words": %s, "head": %s}\\n' "$(tr -d '\\n' <"$f")" "$head"
+printf '{"words": %s, "head": %s}\\n' "$(tr -d '\\n' <"nodes/$2.json")" "$head"
 """
-# $1: where clusters are; $2: the node; $3: the cluster's id, or `*`. A line each: its config, and its own words
+# $1: where clusters are; $2: the node. A line each: its config, and its own words
 _FIND = """
 cd -- "$1" 2>/dev/null || exit 0
-for d in $3/"$2"; do
+for d in */"$2"; do
   [ -s "$d/config-$2.json" ] && [ -s "$d/nodes/$2.json" ] || continue
   printf '[%s, %s]\\n' "$(tr -d '\\n' <"$d/config-$2.json")" "$(tr -d '\\n' <"$d/nodes/$2.json")"
 done
+"""
+# $3: its mark. The words of the node that was started there; one that has not said any is ended here
+_STRAY = """
+cd -- "$1" 2>/dev/null || exit 0
+[ -s "nodes/$2.json" ] || sweep "$3"
+cat "nodes/$2.json" 2>/dev/null || echo '{}'
 """
 # $3: a process. First line: when it started, as the kernel counts; then the node's own words
 _LOOK = """

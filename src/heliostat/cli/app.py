@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import io
 import os
 import re
 import signal
@@ -86,6 +87,11 @@ def cli() -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Runs one command line and returns its exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(
+                errors="replace"
+            )  # a page of letters without `…`, as Windows has: no reason to fail
     output = Output(arguments)
     signal.signal(signal.SIGTERM, _interrupt)  # the same orderly way out as Ctrl-C
     if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # `nohup`
@@ -147,7 +153,7 @@ def _defect(error: Exception, debug: bool) -> HeliostatError:
         store = Store()
         store.prepare()
         path = store.home / f"crash-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8")
         path.chmod(0o600)
         place = f"traceback: {path}"
     except (OSError, HeliostatError):

@@ -22,7 +22,7 @@ def show(out: Output, life: Lifecycle, config: Config, command: dict[str, Any] |
     by_hand = backends.load(config.spec.on).takes_options
     order, plan = life.plan(config.spec, command=command, standalone=by_hand)
     if out.json:
-        files = [{"path": str(f.path), "mode": oct(f.mode), "text": f.text} for f in plan.files]
+        files = [{"path": f.path.as_posix(), "mode": oct(f.mode), "text": f.text} for f in plan.files]
         steps = [{"argv": list(s.argv), "nodes": list(s.nodes), "config": dict(s.config)} for s in plan.steps]
         return out.document({"files": files, "steps": steps, "origins": dict(config.origins)})
     if out.verbose:
@@ -34,10 +34,10 @@ def show(out: Output, life: Lifecycle, config: Config, command: dict[str, Any] |
             out.say(f"# {len(step.nodes)} of `{config.spec.cluster_name}` by: {quote(words)}")
             out.data(file.text)
         return
-    out.data(f"# writes {order.folder}/: record.json, spec.yaml, events.jsonl, token (0600), and")
-    out.data(f"# writes {order.agent}  (the agent, {format_bytes(len(agent_archive()))})")
+    out.data(f"# writes {order.folder.as_posix()}/: record.json, spec.yaml, events.jsonl, token (0600), and")
+    out.data(f"# writes {order.agent.as_posix()}  (the agent, {format_bytes(len(agent_archive()))})")
     for file in plan.files:
-        out.data(f"# writes {file.path}  ({file.mode:o})")
+        out.data(f"# writes {file.path.as_posix()}  ({file.mode:o})")
         out.data("".join(f"    {line}\n" for line in file.text.splitlines()))
     for step in plan.steps:
         out.data(f"# starts {', '.join(step.nodes)}, with this on its standard input:")

@@ -118,7 +118,7 @@ def write_csv(out: Output, rows: list[dict[str, Any]], path: Path) -> None:
     if str(path) == "-":
         return out.data(text.getvalue())
     try:
-        path.write_text(text.getvalue())
+        path.write_text(text.getvalue(), encoding="utf-8", newline="")
     except OSError as error:
         raise HeliostatError(f"could not write `{path}`", because=error.strerror or str(error)) from None
     out.document({"csv": str(path), "rows": len(rows)}) if out.json else out.say(

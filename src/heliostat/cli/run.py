@@ -85,7 +85,7 @@ def script_command(words: tuple[str, ...]) -> list[str]:
             )
         return found
     check_script(found[0])
-    return ["python3", found[0], *found[1:]]
+    return ["python3", found[0].replace(os.sep, "/"), *found[1:]]
 
 
 def _exists(word: str) -> bool:

@@ -100,7 +100,7 @@ def read_runtime_env(path: Path) -> dict[str, Any]:
     import yaml
 
     try:
-        value = yaml.safe_load(path.read_text())
+        value = yaml.safe_load(path.read_bytes())
     except OSError as error:
         raise UsageError(f"could not read `{path}`", because=error.strerror or str(error)) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
