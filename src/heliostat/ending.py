@@ -99,6 +99,7 @@ class Ending(Looking):
                 strays = backend.strays(record.id, planning.spec_of(record), self.host_of(record))
                 strays = [h for h in strays if h.native_id not in known]
                 handles += strays
+                record.handles += [handle.to_json() for handle in strays]
                 self._put_on_record(folder, strays)
             given_up = None
             try:

@@ -5,9 +5,11 @@ It takes the options that OpenSSH takes and we use, runs the words in a shell th
 of a machine that cannot be reached. Every call is a line of $CONTRACT_WORLD/calls.
 """
 
+import base64
 import fcntl
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -45,14 +47,16 @@ def main():
     if "-G" in options:  # a question about the configuration: nobody is called
         print(f"host {target}\ncontrolpath none")
         return
+    text = " ".join(words)
+    coded = re.search(r"echo (\S+) \| base64 -d", text)
+    plain = base64.b64decode(coded[1]).decode() if coded else text
     with open(WORLD / "calls", "a") as stream:
-        stream.write(json.dumps(sys.argv[1:]) + "\n")
+        stream.write(json.dumps([*sys.argv[1:], plain]) + "\n")
     if "-W" in options:  # no port is open there
         refuse(target)
-    text = " ".join(words)
-    if "setsid" in text and its_turn():
+    if "setsid" in plain and its_turn():
         refuse(target)
-    if "agent.pyz stop" in text and (WORLD / "refuse-cancel").exists():
+    if "agent.pyz stop" in plain and (WORLD / "refuse-cancel").exists():
         refuse(target)
     home = WORLD / "hosts" / target
     home.mkdir(parents=True, exist_ok=True)

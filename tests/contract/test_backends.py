@@ -293,7 +293,7 @@ def test_up_again_changes_nothing(world: World) -> None:
 def test_a_name_in_use_is_an_error_that_names_its_cluster(world: World) -> None:
     world.life().up(world.spec(nodes=2))
     for act in (
-        lambda: world.life().up(world.spec(nodes=3)),
+        lambda: world.life().up(world.spec(nodes=2, object_store="100M")),
         lambda: world.life().up(world.spec(nodes=2), command={"argv": ["true"], "text": "true", "cwd": "/"}),
     ):
         with pytest.raises(HeliostatError, match="the name `lab` is in use") as caught:
