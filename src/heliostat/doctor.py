@@ -9,11 +9,13 @@ import stat
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from heliostat import backends
+from heliostat import backends, environment
 from heliostat.backends.base import Check
 from heliostat.errors import HeliostatError
 from heliostat.lifecycle import Lifecycle
@@ -33,11 +35,8 @@ def examine(life: Lifecycle, spec: ClusterSpec | None, cluster: str | None) -> l
     if cluster is not None:
         view = life.find(cluster)  # no such cluster is an error, not a finding
         return [check for check in _guarded(lambda: _cluster(life, view.record.name))]
-    checks = [
-        *_guarded(lambda: _home(life)),
-        *_guarded(lambda: _machine(life, spec)),
-        *_guarded(lambda: _leftovers(life)),
-    ]
+    machine = (lambda: _hosts(life, spec)) if spec and spec.machines else (lambda: _machine(life, spec))
+    checks = [*_guarded(lambda: _home(life)), *_guarded(machine), *_guarded(lambda: _leftovers(life))]
     if spec is not None:
         checks += backends.load(spec.on).checks(spec, life.host_for(spec.sites.get(spec.on, {})))
     return checks
@@ -172,6 +171,59 @@ def _machine(life: Lifecycle, spec: ClusterSpec | None) -> Iterator[Check]:
     token = Path.home() / ".ray" / "auth_token"
     if token.exists():
         yield from _private("~/.ray/auth_token", token, "600", "warn")
+
+
+def _hosts(life: Lifecycle, spec: ClusterSpec) -> Iterator[Check]:
+    """The machines that the file lists, all at once; this one needs no Ray."""
+    places = environment.places(spec, life.host)
+
+    def one(place: environment.Place) -> tuple[float, dict[str, Any]]:
+        asked = time.time()
+        try:
+            found = environment.probe(place)
+        except HeliostatError as error:
+            found = {"ok": False, "reason": f"{error.because or error.what}", "hint": error.hint}
+        return asked, found
+
+    with ThreadPoolExecutor(min(environment.AT_ONCE, len(places))) as pool:
+        answers = list(pool.map(one, places))
+    outcomes = []
+    for place, (asked, found) in zip(places, answers, strict=True):
+        if not found.get("ok"):
+            hint = found.get("hint") or "look at `environment` of the file; heliostat setup makes it"
+            yield Check(place.name, "fail", str(found.get("reason") or found.get("error")), hint)
+            continue
+        ray, python = found["ray"]["version"], found["python"]["version"]
+        outcomes.append(environment.Outcome(place.name, python, ray))
+        memory, shm = found["memory"]["total_bytes"], found["shm"]["free_bytes"] or 0
+        cards = Counter(card["name"] for card in found["gpus"])
+        gpus = ", ".join(f"{n} × {name}" for name, n in cards.items()) or f"{found['gpu_count']} GPUs"
+        about = f"Ray {ray}, Python {python}, {found['cpus']['count']} CPUs, {format_bytes(memory)}, {gpus}"
+        yield _check(place.name, ray is not None, about, "heliostat setup FILE")
+        if ray is not None:
+            old = tuple(int(part) for part in ray.split(".")[:2]) < (2, 52)
+            yield from _unless(
+                not old, place, f"Ray {ray} has no authentication", "heliostat setup FILE", "fail"
+            )
+        yield from _unless(
+            shm > 128 * 2**20, place, f"/dev/shm has {format_bytes(shm)} free", "a larger /dev/shm", "fail"
+        )
+        disk = found["disk"]["free_bytes"] or 0
+        words = f"{format_bytes(disk)} free in {found['disk']['path']}"
+        yield from _unless(disk > 5 * GIB, place, words, "set TMPDIR by `environment.setup`", "warn")
+        # it looked at its clock some time between our question and now
+        off = max(asked - found["clock"]["time"], found["clock"]["time"] - time.time(), 0.0)
+        yield from _unless(
+            off < 60, place, f"its clock is off by {format_duration(off)}", "set it by NTP", "warn"
+        )
+    odd = environment.odd(outcomes) if outcomes else None
+    if odd:
+        yield Check("versions", "fail", f"{odd.what}: {odd.because}", odd.hint)
+
+
+def _unless(good: bool, place: environment.Place, found: str, hint: str, verdict: str) -> Iterator[Check]:
+    if not good:
+        yield Check(place.name, verdict, found, hint)
 
 
 def _leftovers(life: Lifecycle) -> Iterator[Check]:

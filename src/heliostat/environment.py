@@ -22,7 +22,7 @@ from heliostat import planning, staging
 from heliostat.errors import HeliostatError, Interrupted, PartlyDone, UsageError
 from heliostat.events import Emit, Event
 from heliostat.mirror import pack as tar
-from heliostat.script import BatchScript
+from heliostat.script import BatchScript, agent_script
 from heliostat.spec import DEFAULT_RAY, LISTED, hosts
 from heliostat.transport import abandon
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 AT_ONCE = 32
 INSTALL_S = 1800.0
+PROBE_S = 60.0
 TICK_S = 1.0
 UNFINISHED = ".unfinished"  # as the agent has it
 HERE = "this machine"
@@ -222,11 +223,7 @@ def files(place: Place, asked: dict[str, Any]) -> dict[str, bytes]:
     wanted = place.environment
     python = "python3" if wanted.conda else place.python
     script = BatchScript([python, "agent.pyz", "setup"], setup=wanted.setup, conda=wanted.conda)
-    sent = {
-        "agent.pyz": planning.agent_archive(),
-        "setup.sh": script.render().encode(),
-        "request.json": json.dumps(asked).encode(),
-    }
+    sent = {**_parts(script), "request.json": json.dumps(asked).encode()}
     if wanted.requirements:
         sent["requirements.txt"] = requirements(Path(wanted.requirements)).encode()
     if place.is_far and wanted.wheels and not asked["look"]:
@@ -291,9 +288,22 @@ def _settle(place: Place, upgrade: bool) -> Outcome:
         return Outcome(place.name, error=str(error), hint=error.hint)
 
 
+def probe(place: Place) -> dict[str, Any]:
+    """What the agent finds there, in the environment that a node would use; {"ok": False, "reason"} where it cannot."""
+    script = agent_script(place.environment, Path("agent.pyz"), "probe", python=place.python)
+    return _run(place, {**_parts(script), "request.json": b"{}"}, PROBE_S)
+
+
+def _parts(script: BatchScript) -> dict[str, bytes]:
+    return {"agent.pyz": planning.agent_archive(), "setup.sh": script.render().encode()}
+
+
 def _ask(place: Place, asked: dict[str, Any]) -> dict[str, Any]:
-    sent = tar(files(place, asked))
-    done = place.host.run(["sh", "-c", _SETUP], input=sent, timeout=INSTALL_S + 60)
+    return _run(place, files(place, asked), INSTALL_S + 60)
+
+
+def _run(place: Place, sent: dict[str, bytes], seconds: float) -> dict[str, Any]:
+    done = place.host.run(["sh", "-c", _SETUP], input=tar(sent), timeout=seconds)
     try:
         return dict(json.loads(done.out.strip().splitlines()[-1]))
     except (ValueError, IndexError):
@@ -332,7 +342,7 @@ def problem(outcomes: Sequence[Outcome]) -> HeliostatError | None:
     """What is wrong with them, taken together: those that failed, else those that differ from the others."""
     failed = [one for one in outcomes if one.error]
     if not failed:
-        return _odd(outcomes)
+        return odd(outcomes)
     because = "; ".join(f"{names}: {one.error}" for names, one in _alike(failed, lambda one: one.error))
     hint = next((one.hint for one in failed if one.hint), "")
     if len(outcomes) == 1:
@@ -348,7 +358,7 @@ def problem(outcomes: Sequence[Outcome]) -> HeliostatError | None:
     )
 
 
-def _odd(outcomes: Sequence[Outcome]) -> HeliostatError | None:
+def odd(outcomes: Sequence[Outcome]) -> HeliostatError | None:
     def versions(one: Outcome) -> str:
         return f"Ray {one.ray}, Python {'.'.join((one.python or '').split('.')[:2])}"
 

@@ -36,6 +36,9 @@ def its_turn():
 
 def main():
     words, options = sys.argv[1:], {}
+    if words == ["-V"]:
+        sys.stderr.write("OpenSSH_9.2p1\n")
+        return
     while words and words[0].startswith("-") and words[0] != "--":
         option = words.pop(0)
         if option not in (*WITH_VALUE, "-G"):

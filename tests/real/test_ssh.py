@@ -238,6 +238,18 @@ def test_few_connections(lab: Lab) -> None:
     assert max(count("down", "lab").values()) <= 2
 
 
+def test_doctor(lab: Lab) -> None:
+    clock = {"venv": str(ROOT / "shared/fake"), "setup": ["export PYTHONPATH=~/clock"]}
+    place = ROOT / "nodes/n2/home/clock"
+    place.mkdir(exist_ok=True)
+    (place / "sitecustomize.py").write_text(CLOCK % 7300)
+    file = write(lab, hosts=["n1", {"host": "n2", "environment": clock}, {"host": "n3", "port": 2222}])
+    done = lab.heliostat("doctor", file, "--json")
+    checks = {(c["name"], c["verdict"]): c["found"] for c in json.loads(done.out)["checks"]}
+    assert done.rc == 1 and "Ray 2.60.0, Python " in checks["n1", "ok"] and ("ssh", "ok") in checks, done.out
+    assert "Connection refused" in checks["n3", "fail"] and "off by 2h" in checks["n2", "warn"], done.out
+
+
 # -- machines that fail
 
 
