@@ -403,6 +403,8 @@ def in_words(nodes: Iterable[NodeRecord]) -> str:
 
 def _advice(reason: str, record: Record) -> str:
     """One thing to type, for the reasons that we know."""
+    if "`heliostat setup`" in reason:
+        return "heliostat setup, with the same file"
     if "no Ray in the image" in reason:
         return "build the image on docker://rayproject/ray, or install 'ray[default]' in it"
     if "neither apptainer nor singularity" in reason:
@@ -419,4 +421,5 @@ def _advice(reason: str, record: Record) -> str:
         return "--object-store 100M, or a larger /dev/shm"
     if "free ports" in reason:
         return "widen network.ports in the file, or take it out"
-    return f"heliostat logs {record.name} head"
+    head = next(node.name for node in record.nodes.values() if node.role == "head")
+    return f"heliostat logs {record.name} {head}"

@@ -133,6 +133,10 @@ def test_a_cluster_of_three_machines(lab: Lab) -> None:
     for node in ("n1", "zinc"):
         said = ok(lab.heliostat("logs", "lab", node)).out
         assert "==> ray.log <==" in said and "==> raylet.out <==" in said, "Ray's own, while it runs"
+    env = ok(lab.heliostat("env", "lab")).out
+    assert f"RAY_AUTH_TOKEN_PATH={ROOT}/home/{USER}/.heliostat/clusters/lab/token" in env, (
+        "a file of this machine"
+    )
     ok(lab.heliostat("restart", "lab", "--node", "zinc"))
     assert status(lab)["state"] == "ready"
     assert "is up already" in ok(lab.heliostat("up", file)).err

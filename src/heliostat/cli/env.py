@@ -24,4 +24,7 @@ def command(out: Output, /, cluster: str) -> None:
             f"`{cluster}` is {view.state}, so there is nothing to connect to",
             hint=f"heliostat status {cluster}",
         )
-    out.document({"env": connection["env"]}) if out.json else out.data(export(connection["env"]))
+    env = connection["env"]
+    if view.record.place and "RAY_AUTH_TOKEN_PATH" in env:  # the head's own path is of another machine
+        env = {**env, "RAY_AUTH_TOKEN_PATH": str(view.folder.token)}
+    out.document({"env": env}) if out.json else out.data(export(env))

@@ -105,9 +105,11 @@ def banner(out: Output, view: View) -> None:
     name = view.record.name
     machines(out, view)
     out.say(f"`{name}` is {out.state(str(view.state))}: {count(view.alive(), 'node')}")
+    # a driver must be on a node: from elsewhere work goes there as a job
+    here = [] if view.record.place else [("use it here", f'eval "$(heliostat env {name})"')]
     for what, line in (
         ("run a job", f"heliostat submit {name} --wait -- python script.py"),
-        ("use it here", f'eval "$(heliostat env {name})"'),
+        *here,
         ("dashboard", f"heliostat dashboard {name}"),
         ("give it back", f"heliostat down {name}"),
     ):
