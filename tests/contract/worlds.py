@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Protocol
 
 from heliostat import growth, planning
 from heliostat.agent import processes
-from heliostat.backends import slurm
+from heliostat.backends import _batch
 from heliostat.backends.base import Handle
 from heliostat.errors import HeliostatError
 from heliostat.events import Event
@@ -187,7 +187,7 @@ class SlurmWorld(LocalWorld):
     together: ClassVar[bool] = True
     orphans_end: ClassVar[bool] = False
     refusal: ClassVar[str] = "Requested node configuration is not available"
-    patience: ClassVar[tuple[float, float]] = (slurm.END_S, slurm.CANCEL_S)
+    patience: ClassVar[tuple[float, float]] = (_batch.END_S, _batch.CANCEL_S)
 
     def __init__(self, home: Path, folder: Path) -> None:
         super().__init__(home, folder)
@@ -200,7 +200,7 @@ class SlurmWorld(LocalWorld):
         os.environ["PATH"] = f"{programs}:{os.environ['PATH']}"
         for name in ("refuse-launch", "refuse-cancel"):
             (folder / name).unlink(missing_ok=True)
-        slurm.END_S, slurm.CANCEL_S = self.patience
+        _batch.END_S, _batch.CANCEL_S = self.patience
 
     def apart(self, nodes: int) -> View:
         view = self.life().up(self.spec(nodes=1))
@@ -220,7 +220,7 @@ class SlurmWorld(LocalWorld):
 
     def refuse_cancel(self) -> None:
         (self.folder / "refuse-cancel").touch()
-        slurm.END_S = slurm.CANCEL_S = 0.5
+        _batch.END_S = _batch.CANCEL_S = 0.5
 
     def stranger(self) -> Handle:
         return Handle("4711", ("head",), {"clusters": None, "folder": str(self.folder)})

@@ -170,8 +170,8 @@ def test_what_an_interrupted_command_submitted_is_found_by_its_comment() -> None
 
 
 def test_a_job_that_waits_is_cancelled_and_one_that_runs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slurm, "END_S", 0.0)
-    monkeypatch.setattr(slurm, "CANCEL_S", 0.0)
+    monkeypatch.setattr(_batch, "END_S", 0.0)
+    monkeypatch.setattr(_batch, "CANCEL_S", 0.0)
     out = "7|RUNNING|None|N/A|n1\n8|PENDING|Dependency|N/A|\n9|COMPLETED|None|N/A|\n"
     says = Scheduler(squeue=(0, out, ""), scancel=(0, "", ""))
     with pytest.raises(HeliostatError, match="could not be ended") as caught:
