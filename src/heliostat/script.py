@@ -66,6 +66,7 @@ class BatchScript:
     command: Sequence[str]
     setup: Sequence[str] = ()
     directives: Sequence[str] = ()
+    first: Sequence[str] = ()  # shell lines of ours, before the user's
     comment: str = ""
     venv: str | None = None
     conda: str | None = None
@@ -75,7 +76,7 @@ class BatchScript:
         lines = ["#!/bin/bash", *self.directives]
         if self.comment:
             lines.append(f"# {self.comment}")
-        first = [*self.setup]
+        first = [*self.first, *self.setup]
         if self.venv:
             first.append(f"source {quote([self.venv.rstrip('/') + '/bin/activate'])} || exit 1")
         if self.conda:

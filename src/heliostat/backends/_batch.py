@@ -131,6 +131,7 @@ class Batch:
     starts_ray: ClassVar[bool] = True
     shares_files: ClassVar[bool] = True
     takes_options: ClassVar[bool] = True
+    letters: ClassVar[tuple[str, ...]] = ()
     pace: ClassVar[tuple[float, float]] = (0.5, 10.0)
     after: ClassVar[tuple[str, ...]]  # options: not before the job HEAD begins
     insists: ClassVar[

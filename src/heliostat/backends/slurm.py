@@ -95,6 +95,9 @@ class Slurm(_batch.Batch):
     def checks(self, spec: ClusterSpec | None, host: Transport) -> list[Check]:
         return checks(host)
 
+    def nodes_of(self, table: Mapping[str, Any]) -> int | None:
+        return None
+
     # -- planning
 
     def survey(self, options: Any, host: Transport) -> dict[str, Any]:

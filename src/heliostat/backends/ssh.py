@@ -49,12 +49,16 @@ class OverSsh:
     starts_ray: ClassVar[bool] = True
     shares_files: ClassVar[bool] = False
     takes_options: ClassVar[bool] = False
+    letters: ClassVar[tuple[str, ...]] = ()
     pace: ClassVar[tuple[float, float]] = (0.5, 10.0)
 
     def checks(self, spec: ClusterSpec | None, host: Transport) -> list[Check]:
         from heliostat.spec import hosts
 
         return _in_parallel(_check, hosts(spec)) if spec and spec.machines else []
+
+    def nodes_of(self, table: Mapping[str, Any]) -> int | None:
+        return None
 
     def survey(self, options: Any, host: Transport) -> dict[str, Any]:
         return {}
