@@ -8,6 +8,8 @@ from pathlib import Path
 
 import click
 
+from heliostat.cli.output import Output
+
 META = "heliostat.native"
 WORDS = "heliostat.words"
 
@@ -22,6 +24,9 @@ class SiteCommand(click.Command):
         ours, native, words = split(args, self)
         ctx.meta[META] = native
         ctx.meta[WORDS] = words
+        out = ctx.find_object(Output)
+        if out and native:
+            out.quiet = "-q" in ours or "--quiet" in ours  # it could not know whose the letter is
         return super().parse_args(ctx, ours)
 
 
