@@ -27,7 +27,7 @@ from heliostat.store import ClusterFolder, Record, Store
 from heliostat.transport import Completed, Local, Spawned
 
 STUB = Path(__file__).parent / "stub_agent.py"
-FAKE_SLURM = Path(__file__).parent / "fake_slurm.py"
+FAKE = Path(__file__).parent / "fake_batch.py"
 PATIENCE_S = 60.0
 
 
@@ -180,21 +180,21 @@ class LocalWorld:
         return found
 
 
-class SlurmWorld(LocalWorld):
-    """A SLURM that keeps its jobs in a folder; each job is a process group of this computer."""
+class BatchWorld(LocalWorld):
+    """A scheduler that keeps its jobs in a folder; each job is a process group of this computer."""
 
-    site: ClassVar[str] = "slurm"
     together: ClassVar[bool] = True
     orphans_end: ClassVar[bool] = False
-    refusal: ClassVar[str] = "Requested node configuration is not available"
+    programs: ClassVar[tuple[str, ...]]
+    starter: ClassVar[bytes]  # of the other nodes' agents
     patience: ClassVar[tuple[float, float]] = (_batch.END_S, _batch.CANCEL_S)
 
     def __init__(self, home: Path, folder: Path) -> None:
         super().__init__(home, folder)
         programs = folder / "bin"
         programs.mkdir(exist_ok=True)
-        for name in ("sbatch", "squeue", "scancel", "scontrol", "sinfo", "srun"):
-            text = FAKE_SLURM.read_text().partition("\n")[2]
+        for name in self.programs:
+            text = FAKE.read_text().partition("\n")[2]
             (programs / name).write_text(f"#!{sys.executable} -S\n{text}")
             (programs / name).chmod(0o700)
         os.environ["PATH"] = f"{programs}:{os.environ['PATH']}"
@@ -222,14 +222,31 @@ class SlurmWorld(LocalWorld):
         (self.folder / "refuse-cancel").touch()
         _batch.END_S = _batch.CANCEL_S = 0.5
 
+    def is_ours(self, words: bytes) -> bool:
+        return words.endswith((b".sh", b"node")) and self.starter not in words
+
+
+class SlurmWorld(BatchWorld):
+    site: ClassVar[str] = "slurm"
+    refusal: ClassVar[str] = "Requested node configuration is not available"
+    programs: ClassVar[tuple[str, ...]] = ("sbatch", "squeue", "scancel", "scontrol", "sinfo", "srun")
+    starter: ClassVar[bytes] = b"/srun\0"
+
     def stranger(self) -> Handle:
         return Handle("4711", ("head",), {"clusters": None, "folder": str(self.folder)})
 
-    def is_ours(self, words: bytes) -> bool:
-        return words.endswith((b".sh", b"node")) and b"/srun\0" not in words
+
+class PbsWorld(BatchWorld):
+    site: ClassVar[str] = "pbs"
+    refusal: ClassVar[str] = "Illegal attribute or resource value select.ncpus"
+    programs: ClassVar[tuple[str, ...]] = ("qsub", "qstat", "qselect", "qdel", "qsig", "pbsdsh")
+    starter: ClassVar[bytes] = b"/pbsdsh\0"
+
+    def stranger(self) -> Handle:
+        return Handle("4711.fake", ("head",), {"bin": "", "dialect": "pbs", "folder": str(self.folder)})
 
 
-WORLDS: dict[str, type[World]] = {world.site: world for world in (LocalWorld, SlurmWorld)}
+WORLDS: dict[str, type[World]] = {world.site: world for world in (LocalWorld, SlurmWorld, PbsWorld)}
 
 
 def die(stage: str) -> None:

@@ -26,7 +26,8 @@ from heliostat.errors import DeadlineError, HeliostatError, UsageError
 from heliostat.script import directive
 from heliostat.states import NodeState
 from heliostat.store import ClusterFolder
-from heliostat.transport import Completed, Local
+from heliostat.transport import Completed
+from unit.scheduler import Scheduler
 
 N = NodeState
 GOLDEN = Path(__file__).parent / "golden"
@@ -41,20 +42,6 @@ gpu|up|2-00:00:00|1|32|512000|gpu:big:2|1
 gpu|up|2-00:00:00|1|32|256000|gpu:small:1|1
 shut|down|1-00:00:00|4|1|3900|(null)|1-infinite
 """
-
-
-class Scheduler(Local):
-    """Answers in captured words, by the program's name; remembers what it was asked."""
-
-    def __init__(self, **answers: tuple[int, str, str] | HeliostatError) -> None:
-        self.answers, self.asked = answers, list[list[str]]()
-
-    def run(self, argv: Sequence[str], *, input: bytes = b"", timeout: float) -> Completed:
-        self.asked.append(list(argv))
-        answer = self.answers.get(argv[0], (1, "", f"{argv[0]}: no answer was recorded"))
-        if isinstance(answer, HeliostatError):
-            raise answer
-        return Completed(tuple(argv), *answer)
 
 
 def handles(*ids: str) -> list[Handle]:

@@ -33,10 +33,10 @@ PASSING = re.compile(
 )
 # the sure path first: others' commands of the same names may come before PBS's on the PATH
 _FIND = """
-for b in "$(sed -n 's/^PBS_EXEC=//p' "${PBS_CONF_FILE:-/etc/pbs.conf}" 2>/dev/null)/bin" "$(dirname -- "$(command -v qstat)")"; do
-  [ -x "$b/qstat" ] || continue
-  echo "=== version $b"; "$b/qstat" --version 2>&1 </dev/null
+for q in "$(sed -n 's/^PBS_EXEC=//p' "${PBS_CONF_FILE:-/etc/pbs.conf}" 2>/dev/null)/bin/qstat" "$(command -v qstat)"; do
+  [ -x "$q" ] && echo "=== ${q%/*}" && "$q" --version 2>&1 </dev/null
 done
+:
 """
 # several ids in one question: PBS's JSON would have only the first of them
 _ASK = """
@@ -49,8 +49,10 @@ done
 """
 _ASK_TORQUE = _ASK.replace('-f -F json "$i"', '-x "$i"', 1)
 _MINE = """
-for i in $("$1/qselect" -u "$(id -un)"); do
-  printf '%s\\n' "=== 0 $i" "$("$1/qstat" -f -F json "$i" 2>/dev/null)"
+b=${1:+$1/}
+ids=$("${b}qselect" -u "$(id -un)") || exit
+for i in $ids; do
+  printf '%s\\n' "=== 0 $i" "$("${b}qstat" -f -F json "$i" 2>/dev/null)"
 done
 """
 _QUEUES = 'echo "=== queues"; "$1/qstat" -Q -f -F json; echo "=== server"; "$1/qstat" -B -f -F json'
@@ -110,7 +112,7 @@ class Pbs(_batch.Batch):
                 return {}  # nothing of that name is here: a plan can be made, and whoever submits it says so
             if which < 0:
                 return {"stranger": [text for _, text in answers]}
-            place = answers[which][0].partition(" ")[2]
+            place = answers[which][0]
             facts: dict[str, Any] = {"bin": place, "dialect": dialect}
             if dialect == "pbs":
                 said = dict(_sections(host.run(["sh", "-c", _QUEUES, "sh", place], timeout=OBSERVE_S).out))
@@ -437,10 +439,11 @@ def checks(host: Transport) -> list[Check]:
     if which < 0:
         who = _pbs_words.stranger([text for _, text in answers])
         return [Check("qstat", "fail", f"{who.what}: {who.because}", who.hint)]
-    place = answers[which][0].partition(" ")[2]
+    place = answers[which][0]
     found = [Check("qstat", "ok", f"{answers[which][1].strip().splitlines()[0]} in {place}")]
-    if which > 0:
-        found.append(Check("PATH", "warn", f"other commands of the same names come before {place}"))
+    for other, text in answers:
+        if _pbs_words.kind([text])[0] < 0:
+            found.append(Check("PATH", "warn", f"commands of the same names in {other} are not PBS's"))
     if dialect == "torque":
         return [
             *found,
