@@ -419,9 +419,7 @@ def test_an_agent_that_does_not_start(lab: PbsLab, words: list[str]) -> None:
     ok(lab.root("n2", "umount", place))
     said = four_lines(done.err)
     assert done.rc == 3 and "has 1 of the 2 nodes" in said["error"], done.err
-    assert "w1: its agent on n2 did not start: " in said["because"] and "No such file" in said["because"], (
-        done.err
-    )
+    assert said["because"].startswith("w1: ") and "No such file" in said["because"], done.err
     ok(lab.heliostat("up", *words, "--name", "lab", "--nodes", "2"))
     assert status(lab)["state"] == "ready"
     ok(lab.heliostat("down", "lab"))
@@ -504,10 +502,10 @@ def test_from_a_laptop(lab: PbsLab, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     said = json.loads(ok(heliostat("status", "far", "--json")).out)
     assert said["state"] == "ready" and said["time_left_s"] > 60
     assert "w1   | n2" in ok(heliostat("exec", "far", "--", "hostname")).out
-    assert ok(heliostat("join", "far", "--time=10m", "say.py", "x y")).out == "n3 ['x y']\n"
+    assert ok(heliostat("join", "far", "--time=10m", "say.py", "x y")).out.endswith(" ['x y']\n")
     assert "==> ray.log <==" in ok(heliostat("logs", "far", "w1")).out
     ok(heliostat("down", "far"))
-    assert "n3 ['x y']" in ok(heliostat("logs", "far", "j1")).out, "its logs have come home"
+    assert " ['x y']" in ok(heliostat("logs", "far", "j1")).out, "its logs have come home"
     left = sorted(p.name for p in (lab.home / ".heliostat/via").rglob("*"))
     assert set(left) <= {*os.listdir(lab.home / ".heliostat/via"), "work", "j1", "say.py", "far.yaml"}, left
 
