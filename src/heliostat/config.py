@@ -17,6 +17,7 @@ from heliostat.errors import UsageError
 from heliostat.spec import ClusterSpec
 
 FILE = "heliostat.yaml"
+OF_BASE = "the cluster"
 LARGEST_FILE = 256 * 1024
 LARGEST_TREE = 20_000  # values; a file of aliases to aliases is small and enormous at once
 
@@ -49,7 +50,7 @@ def load(
     `spelled`: dotted key -> its flag, where that has another name. `file` None: `heliostat.yaml` of the folder `look_in`, where
     there is one. `base`: what counts where nothing is said. `nodes_of`: how many nodes a site's own table asks for."""
     values: dict[str, Any] = copy.deepcopy(dict(base or {}))
-    origins: dict[str, str] = dict.fromkeys(values, "the cluster")
+    origins: dict[str, str] = dict.fromkeys(values, OF_BASE)
     if file is None and look_in is not None and (look_in / FILE).is_file():
         file = look_in / FILE
     if file is not None:
@@ -85,6 +86,9 @@ def _count_nodes(
             hint="keep one of the two",
         )
     _put(values, origins, "nodes", own, f"the options of {site}")
+    for key in ("cpus_per_node", "gpus_per_node", "memory_per_node"):
+        if origins.get(key) == OF_BASE:  # a select of one's own says what its nodes have
+            del values[key], origins[key]
 
 
 def check(values: Mapping[str, Any], origins: Mapping[str, str], sites: list[str]) -> ClusterSpec:

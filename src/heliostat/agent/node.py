@@ -319,6 +319,9 @@ class Node:
             end, reason = "FAILED", "%s: %s" % (type(error).__name__, error)
         if self.drained and not self.stopping.is_set():
             self.stop(self.drained)
+        if self.config.get("hasty") and self.ray and self.ray.ended.is_set():
+            # PBS ends all processes of the job by one signal, children first: ours may come a moment after Ray's
+            await asyncio.wait([asyncio.ensure_future(self.stopping.wait())], timeout=1)
         if end != "FAILED" and self.ray and self.ray.ended.is_set() and not self.stopping.is_set():
             end, reason = "FAILED", "Ray ended: %s" % await self.ray.why()
         elif end != "FAILED" and (self.forsaken or self.orphan):
