@@ -75,6 +75,7 @@ PARTIES: dict[str, tuple[str, Callable[[], str | None]]] = {
     ),
     "tmpfs": ("a tmpfs can be mounted", _tmpfs),
     "slurm": ("a lab with a real Slurm can be made", lab.missing),
+    "pbs": ("a lab with a PBS, a real one or the stand-in, can be made", lab.missing),
 }
 
 

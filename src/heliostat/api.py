@@ -179,7 +179,8 @@ def up(
         spec = file.model_copy(update=values) if values else file
     else:
         flat = {key: value for key, value in values.items() if value is not None}
-        spec = config.load(backends.names(), file=Path(file) if file else None, flags=flat).spec
+        path = Path(file) if file else None
+        spec = config.load(backends.names(), file=path, flags=flat, nodes_of=backends.nodes_of).spec
     view = life.up(spec)
     return Cluster(view.record.name, life, owned=not keep)
 

@@ -17,6 +17,7 @@ from heliostat.errors import UsageError
 from heliostat.spec import ClusterSpec
 
 FILE = "heliostat.yaml"
+OF_BASE = "the cluster"
 LARGEST_FILE = 256 * 1024
 LARGEST_TREE = 20_000  # values; a file of aliases to aliases is small and enormous at once
 
@@ -43,12 +44,13 @@ def load(
     spelled: Mapping[str, str] | None = None,
     look_in: Path | None = None,
     base: Mapping[str, Any] | None = None,
+    nodes_of: Callable[[str, Mapping[str, Any]], int | None] = lambda site, table: None,
 ) -> Config:
     """`sites`: the names whose tables the file may hold. `flags`: dotted key -> value; None means not given.
     `spelled`: dotted key -> its flag, where that has another name. `file` None: `heliostat.yaml` of the folder `look_in`, where
-    there is one. `base`: what counts where nothing is said."""
+    there is one. `base`: what counts where nothing is said. `nodes_of`: how many nodes a site's own table asks for."""
     values: dict[str, Any] = copy.deepcopy(dict(base or {}))
-    origins: dict[str, str] = dict.fromkeys(values, "the cluster")
+    origins: dict[str, str] = dict.fromkeys(values, OF_BASE)
     if file is None and look_in is not None and (look_in / FILE).is_file():
         file = look_in / FILE
     if file is not None:
@@ -59,7 +61,34 @@ def load(
         if value is not None:
             flag = (spelled or {}).get(key) or key.rpartition(".")[2]
             _put(values, origins, key, value, f"--{flag.replace('_', '-')}")
+    _count_nodes(values, origins, base or {}, nodes_of)
     return Config(check(values, origins, sorted(sites)), origins)
+
+
+def _count_nodes(
+    values: dict[str, Any],
+    origins: dict[str, str],
+    base: Mapping[str, Any],
+    nodes_of: Callable[[str, Mapping[str, Any]], int | None],
+) -> None:
+    """A scheduler's own words may say how many nodes there are. Those of a running cluster are its own, not of who joins."""
+    site = str(values.get("on", "local"))
+    own, of_base = (
+        nodes_of(site, table) if isinstance(table := tables.get(site), dict) else None
+        for tables in (values, base)
+    )
+    if own is None or own == of_base:
+        return
+    if str(values.get("nodes", own)) != str(own):
+        raise UsageError(
+            f"`nodes` ({values['nodes']}) and the {own} nodes of `{site}`'s own words disagree",
+            because=_where(origins, "nodes").strip(" ()"),
+            hint="keep one of the two",
+        )
+    _put(values, origins, "nodes", own, f"the options of {site}")
+    for key in ("cpus_per_node", "gpus_per_node", "memory_per_node"):
+        if origins.get(key) == OF_BASE:  # a select of one's own says what its nodes have
+            del values[key], origins[key]
 
 
 def check(values: Mapping[str, Any], origins: Mapping[str, str], sites: list[str]) -> ClusterSpec:

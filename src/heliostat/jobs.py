@@ -193,7 +193,9 @@ class Jobs:
             job = _job(folder.state(), tail.job_id)
             pause = 0.02 if tail.drain() else min(0.1, pause * 1.5)
             # one that was stopped may be run again: a scheduler that took the machines back queues the job anew
-            if job.get("exit_code") is not None and (job.get("status") != "STOPPED" or self._is_over(folder)):
+            if job.get("exit_code") is not None and (
+                job.get("status") != "STOPPED" or self._is_over(folder, tail.job_id)
+            ):
                 return int(job["exit_code"])
             if time.monotonic() - looked > 1:
                 looked = time.monotonic()
@@ -213,13 +215,17 @@ class Jobs:
                     )
             time.sleep(pause)
 
-    def _is_over(self, folder: ClusterFolder) -> bool:
+    def _is_over(self, folder: ClusterFolder, job_id: str) -> bool:
+        """The nodes whose end is the command's have ended: the head of a `run`, a join's own nodes."""
         try:
             view = self.life.look(folder)
         except NotFoundError:
             return True  # in the history
-        head = next(node for node in view.record.nodes.values() if node.role == "head")
-        return head.state in TERMINAL or view.record.target != "up"
+        nodes = view.record.nodes.values()
+        guests = [node for node in nodes if node.guest == job_id]  # forgotten when they have left in order
+        head = next(node for node in nodes if node.role == "head")
+        ended = job_id != "run" and all(node.state in TERMINAL for node in guests)
+        return ended or head.state in TERMINAL or view.record.target != "up"
 
     # -- nodes that join, with a command of their own or without
 

@@ -354,8 +354,10 @@ class Looking:
             words = folder.last_words(node.name)
         state, reason, since = judge(node, observation, told, words, wanted, alone)
         if state is N.FAILED and not words:  # what failed came before our agent
-            # a batch job's own log is named by its id
-            logs = (folder.logs / node.name / "agent.log", *folder.logs.glob(f"*-{node.handle}.out"))
+            # a batch job's own log is named by its id, or in its handle
+            named = [h["detail"].get("log") for h in record.handles if h["native_id"] == node.handle]
+            own = [*folder.logs.glob(f"*-{node.handle}.out"), *(folder.logs / log for log in named if log)]
+            logs = (folder.logs / node.name / "agent.log", *own)
             reason = next(filter(None, map(self._last_line, logs)), reason)
         if state is N.ALLOCATED and node.state not in (N.REQUESTED, N.QUEUED, N.UNKNOWN):
             return None  # it runs, and nobody can tell more at this moment

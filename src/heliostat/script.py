@@ -74,6 +74,7 @@ class BatchScript:
     command: Sequence[str]
     setup: Sequence[str] = ()
     directives: Sequence[str] = ()
+    first: Sequence[str] = ()  # shell lines of ours, before the user's
     comment: str = ""
     venv: str | None = None
     conda: str | None = None
@@ -83,7 +84,7 @@ class BatchScript:
         lines = ["#!/bin/bash", *self.directives]
         if self.comment:
             lines.append(f"# {self.comment}")
-        first = [*self.setup]
+        first = [*self.first, *self.setup]
         if self.venv:
             tilde, path = ("~/", self.venv[2:]) if self.venv.startswith("~/") else ("", self.venv)
             first.append(f"source {tilde}{quote([path.rstrip('/') + '/bin/activate'])} || exit 1")

@@ -120,6 +120,11 @@ def read_json(path: Path) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
+def _is_called(native_id: str, name: str) -> bool:
+    """PBS's people know a job by its number: 12 of 12.server."""
+    return name in (native_id, native_id.partition(".")[0])
+
+
 class ClusterFolder:
     """`clusters/NAME` or, when it is over, `history/…`: the files of one cluster."""
 
@@ -338,7 +343,9 @@ class Store:
         for other in [] if folder else self.names():
             candidate = self.find(other)
             with contextlib.suppress(HeliostatError):  # one that cannot be read is not the one
-                if candidate and any(handle["native_id"] == name for handle in candidate.record().handles):
+                if candidate and any(
+                    _is_called(handle["native_id"], name) for handle in candidate.record().handles
+                ):
                     folder = candidate
         if folder is None:
             raise NotFoundError(

@@ -45,7 +45,7 @@ def mine(config):
 
 class Node:
     def __init__(self, config):
-        self.step = None
+        self.steps = []
         self.config, self.name, self.world = config, config["node"], os.environ["CONTRACT_WORLD"]
         self.folder = os.path.join(os.path.expanduser("~"), config["folder"])
         self.fellows = os.path.join(self.folder, "nodes")
@@ -107,11 +107,20 @@ class Node:
         self.told = True
 
     def start_others(self):
-        """In a batch job the first node starts the agents of the rest, in one step."""
-        if self.config.get("others"):
-            self.step = subprocess.Popen(self.config["others"], stdin=subprocess.PIPE)
-            self.step.stdin.write(json.dumps({**self.config["whole"], "others": None}).encode())
-            self.step.stdin.close()
+        """In a batch job the first node starts the agents of the rest, in one step or by one command a host."""
+        if self.config.get("hosts") and self.config.get("others"):
+            from heliostat.agent import others
+
+            whole = {**self.config["whole"], "others": None}
+            commands, _ = others.prepare({**self.config, "members": whole["members"]}, whole, self.name)
+            for name, _, _ in commands:
+                os.makedirs(os.path.join(self.folder, "logs", name), exist_ok=True)
+            self.steps = [subprocess.Popen(words) for _, _, words in commands]
+        elif self.config.get("others"):
+            step = subprocess.Popen(self.config["others"], stdin=subprocess.PIPE)
+            step.stdin.write(json.dumps({**self.config["whole"], "others": None}).encode())
+            step.stdin.close()
+            self.steps = [step]
 
     def tell(self, *names):
         """These end; the real ones hear it through the hub."""
@@ -129,10 +138,8 @@ class Node:
 
     def end_others(self):
         """Who came with us leaves with us, and everybody with the head."""
-        if self.step is None:
-            return
         deadline = time.monotonic() + 5  # a stubborn one ends with the job
-        while self.step.poll() is None and time.monotonic() < deadline:
+        while any(step.poll() is None for step in self.steps) and time.monotonic() < deadline:
             self.tell(*[member["node"] for member in self.config["members"]])
             time.sleep(0.05)
 
@@ -140,7 +147,8 @@ class Node:
         how = self.how()
         with open(os.path.join(self.world, "starts"), "a") as stream:
             stream.write(self.name + "\n")
-        signal.signal(signal.SIGTERM, signal.SIG_IGN if how == "stubborn" else self.stop)
+        for number in (signal.SIGTERM, signal.SIGURG):
+            signal.signal(number, signal.SIG_IGN if how == "stubborn" else self.stop)
         if how == "vanish":
             os._exit(1)
         self.move("STARTING")

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Protocol
 
 from heliostat import growth, mirror, planning, ssh
 from heliostat.agent import processes
-from heliostat.backends import slurm
+from heliostat.backends import _batch
 from heliostat.backends.base import Handle
 from heliostat.errors import HeliostatError
 from heliostat.events import Event
@@ -27,7 +27,7 @@ from heliostat.store import ClusterFolder, Record, Store
 from heliostat.transport import Completed, Local, Spawned
 
 STUB = Path(__file__).parent / "stub_agent.py"
-FAKE_SLURM = Path(__file__).parent / "fake_slurm.py"
+FAKE = Path(__file__).parent / "fake_batch.py"
 FAKE_SSH = Path(__file__).parent / "fake_ssh.py"
 PATIENCE_S = 60.0
 
@@ -212,21 +212,21 @@ def put_on_path(folder: Path, source: Path, *names: str) -> None:
     os.environ["PATH"] = f"{programs}:{os.environ['PATH']}"
 
 
-class SlurmWorld(LocalWorld):
-    """A SLURM that keeps its jobs in a folder; each job is a process group of this computer."""
+class BatchWorld(LocalWorld):
+    """A scheduler that keeps its jobs in a folder; each job is a process group of this computer."""
 
-    site: ClassVar[str] = "slurm"
     together: ClassVar[bool] = True
     orphans_end: ClassVar[bool] = False
-    refusal: ClassVar[str] = "Requested node configuration is not available"
-    patience: ClassVar[tuple[float, float]] = (slurm.END_S, slurm.CANCEL_S)
+    programs: ClassVar[tuple[str, ...]]
+    starter: ClassVar[bytes]  # of the other nodes' agents
+    patience: ClassVar[tuple[float, float]] = (_batch.END_S, _batch.CANCEL_S)
 
     def __init__(self, home: Path, folder: Path) -> None:
         super().__init__(home, folder)
-        put_on_path(folder, FAKE_SLURM, "sbatch", "squeue", "scancel", "scontrol", "sinfo", "srun")
+        put_on_path(folder, FAKE, *self.programs)
         for name in ("refuse-launch", "refuse-cancel"):
             (folder / name).unlink(missing_ok=True)
-        slurm.END_S, slurm.CANCEL_S = self.patience
+        _batch.END_S, _batch.CANCEL_S = self.patience
 
     def apart(self, nodes: int) -> View:
         view = self.life().up(self.spec(nodes=1))
@@ -246,13 +246,30 @@ class SlurmWorld(LocalWorld):
 
     def refuse_cancel(self) -> None:
         (self.folder / "refuse-cancel").touch()
-        slurm.END_S = slurm.CANCEL_S = 0.5
+        _batch.END_S = _batch.CANCEL_S = 0.5
+
+    def is_ours(self, words: bytes) -> bool:
+        return words.endswith((b".sh", b"node")) and self.starter not in words
+
+
+class SlurmWorld(BatchWorld):
+    site: ClassVar[str] = "slurm"
+    refusal: ClassVar[str] = "Requested node configuration is not available"
+    programs: ClassVar[tuple[str, ...]] = ("sbatch", "squeue", "scancel", "scontrol", "sinfo", "srun")
+    starter: ClassVar[bytes] = b"/srun\0"
 
     def stranger(self) -> Handle:
         return Handle("4711", ("head",), {"clusters": None, "folder": str(self.folder)})
 
-    def is_ours(self, words: bytes) -> bool:
-        return words.endswith((b".sh", b"node")) and b"/srun\0" not in words
+
+class PbsWorld(BatchWorld):
+    site: ClassVar[str] = "pbs"
+    refusal: ClassVar[str] = "Illegal attribute or resource value select.ncpus"
+    programs: ClassVar[tuple[str, ...]] = ("qsub", "qstat", "qselect", "qdel", "qsig", "pbsdsh")
+    starter: ClassVar[bytes] = b"/pbsdsh\0"
+
+    def stranger(self) -> Handle:
+        return Handle("4711.fake", ("head",), {"bin": "", "dialect": "pbs", "folder": str(self.folder)})
 
 
 class SshWorld(LocalWorld):
@@ -301,7 +318,7 @@ class SshWorld(LocalWorld):
         return [str(path) for path in self.folder.glob("hosts/*/.heliostat/via/*")]
 
 
-WORLDS: dict[str, type[World]] = {world.site: world for world in (LocalWorld, SlurmWorld, SshWorld)}
+WORLDS: dict[str, type[World]] = {world.site: world for world in (LocalWorld, SlurmWorld, PbsWorld, SshWorld)}
 
 
 def die(stage: str) -> None:

@@ -1,10 +1,13 @@
 """A real Slurm and real sshd hosts on this machine, each host a set of namespaces: the script `lab`, from Python.
 
-Needs root, and Debian's packages in tests/apt.txt.
+Needs root, and Debian's packages in tests/apt.txt. PBS comes from no package: `PbsLab` has a real OpenPBS on those hosts where
+`qstat --version` says that there is one, and else the stand-in `pbs`.
 """
 
 from __future__ import annotations
 
+import functools
+import json
 import os
 import shutil
 import subprocess
@@ -20,6 +23,21 @@ NAME = os.environ.get("LAB_NAME", "lab")
 ROOT = Path(os.environ.get("LAB_ROOT", f"/tmp/h{NAME}"))
 USER = os.environ.get("LAB_USER", "labuser")
 NET = os.environ.get("LAB_NET", "10.77.0")
+PBS = Path(__file__).parent / "pbs"
+PBS_PROGRAMS = (
+    "qsub",
+    "qstat",
+    "qdel",
+    "qsig",
+    "qselect",
+    "qhold",
+    "qrls",
+    "qrerun",
+    "qmgr",
+    "pbsnodes",
+    "pbsdsh",
+    "pbs_tmrsh",
+)
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sshd", "ip", "nsenter", "unshare")
 
 
@@ -176,6 +194,161 @@ class Lab:
         """The ends of the scheduler's own logs, for a test that failed."""
         files = sorted((ROOT / "log").glob("*.log"))
         return "\n".join(f"==> {path.name}\n{path.read_text(errors='replace')[-2000:]}" for path in files)
+
+
+@functools.cache
+def real_pbs() -> Path | None:
+    """Where the commands of a real PBS are; None: there is none here."""
+    found = shutil.which("qstat")
+    said = subprocess.run([found, "--version"], capture_output=True, text=True).stdout if found else ""
+    return Path(str(found)).resolve().parent if "pbs_version" in said else None
+
+
+class PbsLab(Lab):
+    """The same hosts with a PBS: its server on ctl. What a test sees is the same, wherever the commands come from."""
+
+    def __enter__(self) -> PbsLab:
+        super().__enter__()
+        (self._start_real if real_pbs() else self._start_standin)()
+        # a login node has them on the PATH of whoever logs in
+        with open(self.home / ".profile", "a") as profile:
+            profile.write(f"PATH={self.bin}:$PATH\n")
+        self.ready()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if real_pbs():
+            self.root(
+                "ctl", "sh", "-c", f"{self.exec}/bin/qterm -t quick; {self.exec}/sbin/pbs_dataservice stop"
+            )
+        else:
+            self.server.kill()
+            self.server.wait()
+        super().__exit__(*error)
+
+    def _start_standin(self) -> None:
+        self.bin = ROOT / "pbs" / "bin"
+        self.bin.mkdir(parents=True)
+        for name in PBS_PROGRAMS:
+            text = PBS.read_text().partition("\n")[2]
+            (self.bin / name).write_text(f"#!{sys.executable} -S\n{text}")
+            (self.bin / name).chmod(0o755)
+        with open(ROOT / "log/pbs.log", "ab") as log:
+            self.server = subprocess.Popen(
+                [sys.executable, "-S", str(PBS), "serve", str(ROOT / "pbs"), str(SCRIPT), str(self.hosts)],
+                env=self.env, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+            )  # fmt: skip
+        wait_for("the stand-in", (ROOT / "pbs" / "server").exists)
+        (ROOT / "pbs").chmod(0o755)
+
+    def _start_real(self) -> None:
+        """Each host has its own PBS_HOME and one pbs.conf for all, mounted over what the installation names."""
+        self.bin = real_pbs() or Path()
+        self.exec = self.bin.parent
+        conf = Path(os.environ.get("PBS_CONF_FILE", "/etc/pbs.conf"))
+        said = dict(line.partition("=")[::2] for line in conf.read_text().split())
+        self.pbs_home = Path(said["PBS_HOME"])
+        self.conf = ROOT / "etc" / "pbs.conf"
+        starts = "".join(f"PBS_START_{name}=1\n" for name in ("SERVER", "SCHED", "COMM", "MOM"))
+        self.conf.write_text(f"PBS_SERVER=ctl\nPBS_EXEC={self.exec}\nPBS_HOME={self.pbs_home}\n{starts}")
+        self._mount("ctl", conf)
+        self.root("ctl", "sh", "-c", f"{self.exec}/libexec/pbs_habitat", timeout=300)
+        for name in ("pbs_comm", "pbs_server", "pbs_sched"):
+            self.root("ctl", f"{self.exec}/sbin/{name}")
+        for i in range(1, self.hosts + 1):
+            self._mom(f"n{i}")
+        wait_for("the server", lambda: self.qmgr("set server flatuid=True").rc == 0)
+        self.qmgr("delete node ctl")
+        self.qmgr("create queue short queue_type=execution,enabled=True,started=True")
+        self.qmgr("set queue short resources_max.walltime=00:05:00,resources_max.nodect=2")
+        self.qmgr("create queue shut queue_type=execution,enabled=False,started=True")
+        self.qmgr("set server scheduler_iteration=5")
+        for i in range(1, self.hosts + 1):
+            self.qmgr(f"create node n{i}")
+            self.qmgr(f"set node n{i} resources_available.ncpus=4,resources_available.mem=4gb")
+
+    def _mount(self, host: str, conf: Path | None = None) -> None:
+        conf = conf or Path(os.environ.get("PBS_CONF_FILE", "/etc/pbs.conf"))
+        place = ROOT / "nodes" / host / "pbs"
+        place.mkdir(parents=True, exist_ok=True)
+        self.root(host, "mount", "--bind", str(self.conf), str(conf))
+        self.root(host, "sh", "-c", f"mkdir -p {self.pbs_home}; mount --bind {place} {self.pbs_home}")
+
+    def _mom(self, host: str) -> None:
+        self._mount(host)
+        place = ROOT / "nodes" / host / "pbs"
+        if not (place / "mom_priv").exists():
+            parts = (
+                "aux",
+                "checkpoint",
+                "mom_logs",
+                "mom_priv",
+                "spool",
+                "undelivered",
+                "pbs_environment",
+                "pbs_version",
+            )
+            subprocess.run(
+                ["cp", "-a", *(ROOT / "nodes/ctl/pbs" / part for part in parts), place], check=True
+            )
+            (place / "mom_priv/config").write_text("$clienthost ctl\n$usecp *:/ /\n")
+        self.root(host, f"{self.exec}/sbin/pbs_mom")
+
+    def qmgr(self, command: str) -> Done:
+        return self.root("ctl", str(self.bin / "qmgr"), "-c", command)
+
+    def run(
+        self, *argv: str, host: str = "ctl", user: str = USER, timeout: float = 300, input: str | None = None
+    ) -> Done:
+        words = ["env", f"PATH={self.bin}:/usr/local/bin:/usr/bin:/bin"]
+        return super().run(*words, *argv, host=host, user=user, timeout=timeout, input=input)
+
+    def variables(self, env: dict[str, str] | None = None) -> list[str]:
+        return [f"PATH={self.bin}:/usr/local/bin:/usr/bin:/bin", *super().variables(env)]
+
+    def boot(self, host: str) -> None:
+        off = self.root(host, "true").rc != 0
+        super().boot(host)
+        if off and real_pbs():
+            wait_for(f"{host} boots", lambda: self.root(host, "hostname").out.strip() == host)
+            self._mom(host)
+
+    def silence(self) -> None:
+        """The server ends; jobs go on."""
+        if real_pbs():
+            self.root("ctl", str(self.bin / "qterm"), "-t", "quick")
+        else:
+            (ROOT / "pbs/server").rename(ROOT / "pbs/silent")
+
+    def speak(self) -> None:
+        if real_pbs():
+            self.root("ctl", f"{self.exec}/sbin/pbs_server")
+        else:
+            (ROOT / "pbs/silent").rename(ROOT / "pbs/server")
+
+    def ready(self) -> None:
+        """Until PBS has every host."""
+
+        def there() -> bool:
+            said = self.run("pbsnodes", "-a", "-F", "json").out
+            nodes = json.loads(said)["nodes"].values() if said.startswith("{") else []
+            return [node["state"] for node in nodes].count("free") == self.hosts
+
+        wait_for("all hosts", there)
+
+    def queue(self) -> list[str]:
+        """Jobs that are not over: `id state name`."""
+        jobs = json.loads(self.run("qstat", "-f", "-F", "json").out).get("Jobs", {})
+        return [f"{job} {about['job_state']} {about['Job_Name']}" for job, about in jobs.items()]
+
+    def left_on(self, host: str) -> list[str]:
+        tmp = self.root(host, "sh", "-c", "ls -d /tmp/pbs.*/hs-* /var/tmp/pbs.*/hs-* 2>/dev/null").out.split()
+        return super().left_on(host) + tmp
+
+    def logs(self) -> str:
+        files = sorted((ROOT / "nodes").glob("*/pbs/*_logs/*"))
+        told = "\n".join(f"==> {p}\n{p.read_text(errors='replace')[-2000:]}" for p in files if p.is_file())
+        return f"{super().logs()}\n{told}"
 
 
 def wait_for(what: str, check: Callable[[], object], seconds: float = 120) -> object:

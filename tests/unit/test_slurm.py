@@ -27,7 +27,8 @@ from heliostat.script import directive
 from heliostat.spec import ClusterSpec
 from heliostat.states import NodeState
 from heliostat.store import ClusterFolder
-from heliostat.transport import Completed, Local
+from heliostat.transport import Completed
+from unit.scheduler import Scheduler
 
 N = NodeState
 GOLDEN = Path(__file__).parent / "golden"
@@ -42,20 +43,6 @@ gpu|up|2-00:00:00|1|32|512000|gpu:big:2|1
 gpu|up|2-00:00:00|1|32|256000|gpu:small:1|1
 shut|down|1-00:00:00|4|1|3900|(null)|1-infinite
 """
-
-
-class Scheduler(Local):
-    """Answers in captured words, by the program's name; remembers what it was asked."""
-
-    def __init__(self, **answers: tuple[int, str, str] | HeliostatError) -> None:
-        self.answers, self.asked = answers, list[list[str]]()
-
-    def run(self, argv: Sequence[str], *, input: bytes = b"", timeout: float) -> Completed:
-        self.asked.append(list(argv))
-        answer = self.answers.get(argv[0], (1, "", f"{argv[0]}: no answer was recorded"))
-        if isinstance(answer, HeliostatError):
-            raise answer
-        return Completed(tuple(argv), *answer)
 
 
 def handles(*ids: str) -> list[Handle]:
@@ -171,8 +158,8 @@ def test_what_an_interrupted_command_submitted_is_found_by_its_comment() -> None
 
 
 def test_a_job_that_waits_is_cancelled_and_one_that_runs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slurm, "END_S", 0.0)
-    monkeypatch.setattr(slurm, "CANCEL_S", 0.0)
+    monkeypatch.setattr(_batch, "END_S", 0.0)
+    monkeypatch.setattr(_batch, "CANCEL_S", 0.0)
     out = "7|RUNNING|None|N/A|n1\n8|PENDING|Dependency|N/A|\n9|COMPLETED|None|N/A|\n"
     says = Scheduler(squeue=(0, out, ""), scancel=(0, "", ""))
     with pytest.raises(HeliostatError, match="could not be ended") as caught:

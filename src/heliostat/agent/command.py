@@ -49,7 +49,7 @@ class Command:
                 self.process = await asyncio.create_subprocess_exec(
                     *argv, cwd=self.words["cwd"], env=env, stdin=asyncio.subprocess.DEVNULL,
                     stdout=None if by_hand else out, stderr=None if by_hand else err,
-                    start_new_session=True, preexec_fn=lambda: processes.die_with_parent(signal.SIGKILL),
+                    start_new_session=True, preexec_fn=self.in_the_child,
                 )  # fmt: skip
             self.changed()
             code = await self.process.wait()
@@ -60,6 +60,10 @@ class Command:
         stopped = self.job["status"] == "STOPPING"
         self._over("STOPPED" if stopped else "SUCCEEDED" if code == 0 else "FAILED", code)
         return code
+
+    def in_the_child(self) -> None:
+        processes.die_with_parent(signal.SIGKILL)
+        os.umask(self.config.get("umask", 0o077))
 
     async def end(self, grace: float, at_once: asyncio.Event) -> None:
         """SIGTERM to it and what it started, time to save its work, then SIGKILL."""

@@ -43,7 +43,6 @@ class Head(Node):
         self.work = Command(self.runtime, self.flush) if mine(config) else None
         self.enough = asyncio.Event()
         self.started = self.looked = time.time()
-        self.began = time.monotonic()
         self.ended: Optional[Json] = None
         self.idle = IdleClock(config.get("idle") or {}, self._path("keepalive"))
         self.winding_down = False
@@ -240,6 +239,8 @@ class Head(Node):
             self.note({"request": request})
             if request.get("do") == "stop-job" and self.work and request.get("job") == self.work.job["id"]:
                 self.background.append(asyncio.ensure_future(self.work.end(self.grace_s, self.at_once)))
+            elif request.get("do") == "exec" and request.get("node") == self.name:
+                self.background.append(asyncio.ensure_future(self.execute(request)))
             elif self.hub and request.get("node"):
                 self.hub.tell(request, request["node"])
 
@@ -267,9 +268,9 @@ class Head(Node):
         code = await self.work.run(join(self.ip, self.block.ports["gcs"]))
         self.stop_reason = self.stop_reason or "the command ended with code %d" % code
 
-    def others_failed(self, reason: str) -> None:
-        for name in self.others:
-            if self.nodes.get(name, {}).get("state") != "READY":
+    def others_failed(self, reason: str, names: List[str]) -> None:
+        for name in names:
+            if self.nodes.get(name, {}).get("state") in (None, "STARTING"):
                 which = {"launch": self.config.get("launch", 0)}
                 self.learn(name, {"state": "FAILED", "reason": reason, "since": time.time(), **which})
 

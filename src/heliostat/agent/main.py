@@ -71,8 +71,8 @@ def _sweep(parent: str) -> None:
 def do_node(config: Json) -> Json:
     """Runs a node to its end. This process only keeps: the node's life is a child, and when that ends, however it
     ends, the keeper ends every process that is left of it and removes its folder."""
-    os.umask(0o077)
-    config = _at_home(_mine(config))
+    umask = os.umask(0o077)
+    config = {**_at_home(_mine(config)), "umask": umask}  # the person's own, for their command
     if "standalone" in config:
         _make_folder(config)
     os.environ[processes.MARK] = config["mark"]
@@ -115,7 +115,7 @@ def _mine(config: Json) -> Json:
     )
     whole = json.dumps(config)  # as it came: what a node settles for itself is not meant for the others
     me = config["members"][place]
-    return {**config, **me, "mark": "%s-%s" % (config["mark"], me["node"]), "whole": whole}
+    return {**config, **me, "mark": "%s-%s" % (config["mark"], me["node"]), "whole": whole, "place": place}
 
 
 def _at_home(config: Json) -> Json:

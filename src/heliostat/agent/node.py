@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import json
 import os
 import re
 import signal
@@ -13,7 +12,7 @@ import sys
 import time
 from typing import Any, Callable, Dict, List, Optional
 
-from . import files, hub, ports, probe, processes, runtime
+from . import files, hub, others, ports, probe, processes, runtime
 from .command import Command
 from .raynode import IN_USE, PortTaken, RayNode, join
 from .runtime import Refused
@@ -48,6 +47,9 @@ class Node:
         self.orphan, self.drained = False, ""
         self.told_at = self.continued_at = float("-inf")
         self.grace_s = float(config.get("grace_s", 10))
+        # a job's time runs from its script's first line, not from ours
+        late = time.time() - float(os.environ.get("HELIOSTAT_BEGAN") or time.time())
+        self.began = time.monotonic() - max(0.0, late)
         self.stopping = asyncio.Event()
         self.at_once = asyncio.Event()  # told twice, or the whole cluster ends: no draining
         self.step: Optional[asyncio.Future[None]] = None
@@ -108,6 +110,38 @@ class Node:
             self.hurry()
         self.stop_reason = self.stop_reason or reason
         self.stopping.set()
+
+    def signalled(self, reason: str) -> None:
+        """From outside. Where a scheduler sends this signal only when it ends the job, it kills soon after."""
+        if self.config.get("hasty"):
+            self.continued_at = time.monotonic()
+        self.stop(reason)
+
+    def asked(self) -> None:
+        """PBS signals every process of a job alike: this one nobody else heeds. It comes again until we are gone."""
+        if not self.stopping.is_set():
+            self.stop("told to stop")
+
+    def keep_time(self) -> None:
+        """Where no scheduler tells us that the time limit is near, the first node of the job has the clock."""
+        limit, margin = self.config.get("time_limit_s"), self.config.get("margin_s")
+        if limit and margin is not None and self.config.get("place") == 0:
+            left = limit - (time.monotonic() - self.began) - self.grace_s - margin
+            asyncio.get_running_loop().call_later(max(0.0, left), self.time_is_up)
+
+    async def execute(self, request: Json) -> None:
+        """A person's command here: its output lies beside the request, its code comes last."""
+        base = os.path.join(self.folder, "requests", request["answer"])
+        with open(base + ".out", "wb") as out, open(base + ".err", "wb") as err:
+            try:
+                child = await asyncio.create_subprocess_exec(
+                    *request["argv"], stdin=asyncio.subprocess.DEVNULL, stdout=out, stderr=err
+                )
+                code = await child.wait()
+            except OSError as error:
+                code = 127
+                err.write(("%s\n" % error).encode())
+        files.write(base + ".code", "%d" % (128 - code if code < 0 else code))
 
     # -- starting Ray
 
@@ -252,25 +286,9 @@ class Node:
 
     def start_step(self) -> None:
         if self.config.get("others"):
-            self.step = asyncio.ensure_future(self.start_others())
+            self.step = asyncio.ensure_future(others.start(self))
 
-    async def start_others(self) -> None:
-        """In a batch job the first node starts the agents of the rest, in one step. They end with the cluster."""
-        whole = os.path.join(self.temp, "others.json")
-        staged = {"stage": self.config["stage"]} if self.config.get("stage") else {}  # where its copy came to
-        files.write_json(whole, {**json.loads(self.config["whole"]), "others": None, **staged})
-        log = os.path.join(self.logs, "step.log")
-        with open(whole) as config, open(log, "ab") as out:
-            step = await asyncio.create_subprocess_exec(
-                *self.config["others"], stdin=config, stdout=out, stderr=out
-            )
-        code = await step.wait()
-        if code and not self.stopping.is_set():
-            self.others_failed(
-                "the step that starts them ended with code %d: %s" % (code, files.tail(log, 300).strip())
-            )
-
-    def others_failed(self, reason: str) -> None:
+    def others_failed(self, reason: str, names: List[str]) -> None:
         """Nobody can be told by a worker; the head overrides this."""
 
     def time_is_up(self) -> None:
@@ -305,6 +323,7 @@ class Node:
                 pass
         end, reason = "GONE", ""
         self.last_words()
+        self.keep_time()
         try:
             self.ip = probe.address(
                 self.config["address"].get("interface"), self.config["address"]["default"]
@@ -319,6 +338,9 @@ class Node:
             end, reason = "FAILED", "%s: %s" % (type(error).__name__, error)
         if self.drained and not self.stopping.is_set():
             self.stop(self.drained)
+        if self.config.get("hasty") and self.ray and self.ray.ended.is_set():
+            # PBS ends all processes of the job by one signal, children first: ours may come a moment after Ray's
+            await asyncio.wait([asyncio.ensure_future(self.stopping.wait())], timeout=1)
         if end != "FAILED" and self.ray and self.ray.ended.is_set() and not self.stopping.is_set():
             end, reason = "FAILED", "Ray ended: %s" % await self.ray.why()
         elif end != "FAILED" and (self.forsaken or self.orphan):
@@ -385,6 +407,8 @@ class Worker(Node):
         elif message.get("do") == "warn" and self.work:
             grace = float(message.get("seconds", self.grace_s))
             self.background.append(asyncio.ensure_future(self.work.end(grace, self.at_once)))
+        elif message.get("do") == "exec":
+            self.background.append(asyncio.ensure_future(self.execute(message)))
         elif message.get("do") == "stop":
             self.at_once.set()
             self.stop(str(message.get("reason", "the cluster ends")))
@@ -528,7 +552,8 @@ def serve(config: Json, temp: str, make: Callable[[Json, str], Node]) -> Json:
         node = make(config, temp)
         loop = asyncio.get_running_loop()
         for number, reason in processes.ENDINGS.items():
-            loop.add_signal_handler(number, node.stop, reason)
+            loop.add_signal_handler(number, node.signalled, reason)
+        loop.add_signal_handler(signal.SIGURG, node.asked)
         loop.add_signal_handler(signal.SIGUSR1, node.time_is_up)
         loop.add_signal_handler(signal.SIGCONT, node.continued)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, processes.SIGNALS)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from heliostat.errors import UsageError
 
@@ -23,3 +24,8 @@ def load(site: str) -> Backend:
         raise UsageError(f"there is no site `{site}`", because=f"sites here: {', '.join(names())}")
     backend: Backend = importlib.import_module(f"heliostat.backends.{site}").BACKEND
     return backend
+
+
+def nodes_of(site: str, table: Mapping[str, Any]) -> int | None:
+    """How many nodes the site's own words ask for; None: they say nothing of it."""
+    return load(site).nodes_of(table) if site in names() else None

@@ -108,10 +108,15 @@ class Backend(Protocol):
     starts_ray: ClassVar[bool]  # True: our agent runs `ray start`; False: the platform does
     shares_files: ClassVar[bool]  # True: the head sees the caller's folders under the same paths
     takes_options: ClassVar[bool]  # True: there is a scheduler whose own options a person may give
+    letters: ClassVar[tuple[str, ...]]  # its scheduler's options that are flags of ours elsewhere (-q)
     pace: ClassVar[tuple[float, float]]  # seconds between two questions to the site: after news, and at most
 
     def checks(self, spec: ClusterSpec | None, host: Transport) -> list[Check]:
         """For `doctor`; never raises."""
+        ...
+
+    def nodes_of(self, table: Mapping[str, Any]) -> int | None:
+        """How many nodes the site's own table asks for, in its own words (a select statement); None: the spec says."""
         ...
 
     def survey(self, options: Any, host: Transport) -> Mapping[str, Any]:

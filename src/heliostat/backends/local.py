@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
@@ -33,10 +33,14 @@ class Local:
     starts_ray: ClassVar[bool] = True
     shares_files: ClassVar[bool] = True
     takes_options: ClassVar[bool] = False
+    letters: ClassVar[tuple[str, ...]] = ()
     pace: ClassVar[tuple[float, float]] = (0.0, 0.0)  # looking at a process costs nothing
 
     def checks(self, spec: ClusterSpec | None, host: Transport) -> list[Check]:
         return []
+
+    def nodes_of(self, table: Mapping[str, Any]) -> int | None:
+        return None
 
     def survey(self, options: Any, host: Transport) -> dict[str, Any]:
         return {}

@@ -7,11 +7,11 @@ import os
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from heliostat.backends import _batch
+from heliostat.backends._batch import DAY_S, OBSERVE_S
 from heliostat.backends._slurm_words import IN_TURN, observation
 from heliostat.backends.base import Check, File, Handle, Observation, Order, Plan, Step
 from heliostat.errors import HeliostatError, UsageError
@@ -23,10 +23,6 @@ if TYPE_CHECKING:
     from heliostat.transport import Completed, Transport
 
 N = NodeState
-DAY_S = 86400
-END_S = 60.0  # for the agents to end a job in order, beside the grace that the work has
-OBSERVE_S = 20.0  # for a question that is asked again anyway
-CANCEL_S = 120.0  # for SLURM to end it after that
 
 AFTER = "--dependency=after:HEAD"  # a group's nodes have nothing to do before the head's job begins
 # a step has all that the job has on its nodes, but for `--gpus=N` of the whole job: of those the others have what is left
@@ -89,16 +85,18 @@ class Options:
     extra: tuple[str, ...] = field(default=(), metadata={"help": "any other options of sbatch, verbatim"})
 
 
-class Slurm:
+class Slurm(_batch.Batch):
     name: ClassVar[str] = "slurm"
     Options: ClassVar[type] = Options
-    starts_ray: ClassVar[bool] = True
-    shares_files: ClassVar[bool] = True
-    takes_options: ClassVar[bool] = True
-    pace: ClassVar[tuple[float, float]] = (0.5, 10.0)
+    after: ClassVar[tuple[str, ...]] = (AFTER,)  # not a heterogeneous job: that would start all or nothing
+    insists: ClassVar[bool] = False
+    last_resort: ClassVar[str] = "scancel"
 
     def checks(self, spec: ClusterSpec | None, host: Transport) -> list[Check]:
         return checks(host)
+
+    def nodes_of(self, table: Mapping[str, Any]) -> int | None:
+        return None
 
     # -- planning
 
@@ -120,33 +118,16 @@ class Slurm:
             facts["partition"] = os.environ["SBATCH_PARTITION"]  # sbatch takes it where nothing else is said
         return facts
 
-    def plan(self, order: Order) -> Plan:
-        """One job for the head and the plain workers, one for each group of workers: a group has its own partition, its own
-        place in the queue, and is not waited for by the rest. (A heterogeneous job would start all or nothing.)"""
-        jobs = [self._job(part) for part in _batch.by_group(order)]
-        first, *rest = (step for job in jobs for step in job.steps)
-        after = [replace(step, argv=(*step.argv[:1], AFTER, *step.argv[1:])) for step in rest]
-        steps = (first, *(after if order.members[0].role == "head" else rest))
-        return Plan(tuple(file for job in jobs for file in job.files), steps)
-
     def _job(self, order: Order) -> Plan:
         from heliostat.script import agent_script
-        from heliostat.units import parse_duration
 
         spec, options = order.spec, order.options
-        limit = spec.time or _time(options.time)
-        most = check_fits(order, limit)
-        if limit is None and not order.config["command"]:
-            # what stays lives for a day unless somebody says otherwise, or the partition ends it sooner
-            limit = min(DAY_S, most or DAY_S)
-        grace = parse_duration(options.grace)
-        if limit is not None:
-            # a short job must not be told at its beginning that it ends
-            grace = max(10, min(grace, limit // 4))
+        said = _batch.parse_time(options.time, "slurm.time")
+        limit, grace = _batch.times(order, said, check_fits(order, spec.time or said))
         told = {"grace_s": grace, "time_limit_s": limit, "own_clock": False}
         if "kill_wait_s" in order.facts:
             told["kill_wait_s"] = order.facts["kill_wait_s"]
-        order = _with_config(order, {**told, **self._broadcast(order)})
+        order = _batch.with_config(order, {**told, **self._broadcast(order)})
         python = agent_script(spec.environment, order.agent, "node", python=order.python).command
         suffix, config = _batch.job_config(order, self._step(order, python), "SLURM_PROCID")
         script = agent_script(
@@ -187,7 +168,7 @@ class Slurm:
         options, size = order.options, len(order.members)
         name = order.spec.cluster_name + suffix
         yield directive(f"--job-name={name}")
-        yield directive(f"--comment=heliostat:{order.config['mark']}{suffix}")
+        yield directive(f"--comment={_batch.mark_of(order.config['mark'], suffix)}")
         yield f"--nodes={size}"
         yield "--ntasks-per-node=1"
         logs = (order.folder / "logs").as_posix().replace("%", "%%")  # a percent sign has a meaning there
@@ -221,33 +202,14 @@ class Slurm:
 
     # -- starting
 
-    def launch(self, plan: Plan, order: Order, host: Transport) -> Iterator[Handle]:
-        detail = {"clusters": _clusters(order.options), "folder": order.folder.as_posix()}
-        head = ""
-        for step in plan.steps:
-            argv = [f"--dependency=after:{head}" if word == AFTER else word for word in step.argv]
-            job = self._find(order, step.nodes, host) or self._submit(argv, order, host)
-            head = head or job
-            yield Handle(job, step.nodes, {**detail, **step.config})
-
-    def _find(self, order: Order, nodes: Sequence[str], host: Transport) -> str | None:
-        """A job of ours that an interrupted `up` submitted and could not write down."""
-        suffix = "" if nodes[0] == "head" else f"-{nodes[0]}"
-        wanted = f"heliostat:{order.config['mark']}{suffix}"
-        jobs = self._commented(_clusters(order.options), host)
-        return next((job for job, comment in jobs if comment == wanted), None)
+    def _place(self, order: Order) -> dict[str, Any]:
+        return {"clusters": _clusters(order.options)}
 
     def strays(self, mark: str | None, spec: ClusterSpec, host: Transport) -> list[Handle]:
-        if mark is None:
-            return []  # the record is in the home that the whole site shares
-        wanted, clusters = f"heliostat:{mark}", _clusters(Options(**spec.sites.get(self.name, {})))
-        jobs = self._commented(clusters, host)
-        found = [job for job, comment in jobs if comment == wanted or comment.startswith(wanted + "-")]
-        return [Handle(job, (), {"clusters": clusters}) for job in found]
+        return self._strays(mark, {"clusters": _clusters(Options(**spec.sites.get(self.name, {})))}, host)
 
-    def _commented(self, clusters: str | None, host: Transport) -> list[tuple[str, str]]:
-        """My jobs in the queue: (id, comment)."""
-        argv = ["squeue", "--me", "--noheader", "--format=%i|%k", *_where(clusters)]
+    def _marked(self, place: Mapping[str, Any], host: Transport) -> list[tuple[str, str]]:
+        argv = ["squeue", "--me", "--noheader", "--format=%i|%k", *_where(place["clusters"])]
         done = _batch.retry(lambda: _batch.ask(host, argv), PASSING)
         lines = [line.strip().partition("|") for line in done.out.splitlines()] if done.code == 0 else []
         return [(job, comment) for job, _, comment in lines]
@@ -296,43 +258,10 @@ class Slurm:
                     )
         return found
 
-    def cancel(self, handles: Sequence[Handle], host: Transport, *, now: bool = False) -> None:
-        """Tells the first node's agent, which ends all in order; what is still there after that is cancelled hard."""
-        seen = {job: o.state for job, o in self.observe(handles, host).items()} if handles else {}
-        waiting = [job for job, state in seen.items() if state in (N.QUEUED, N.FAILED)]
-        running = [job for job, state in seen.items() if state in (N.ALLOCATED, N.UNKNOWN)]
-
-        def scancel(*words: str) -> None:
-            _batch.retry(lambda: _batch.ask(host, ["scancel", *_where(_of(handles)), *words]), PASSING)
-
-        if waiting:
-            scancel(*waiting)
-        if running and not now:
-            scancel("--batch", "--signal=TERM", *running)
-            if self._gone(handles, host, END_S + max(float(h.detail.get("grace_s") or 0) for h in handles)):
-                return
-        if running:
-            scancel(*running)
-        if not self._gone(handles, host, CANCEL_S):
-            left = [h.native_id for h in self._living(handles, host)]
-            raise HeliostatError(
-                "some jobs could not be ended",
-                because=f"still in the queue: {', '.join(left)}",
-                hint=f"scancel {' '.join(left)}",
-            )
-
-    def _living(self, handles: Sequence[Handle], host: Transport) -> list[Handle]:
-        seen = self.observe(handles, host) if handles else {}
-        return [h for h in handles if seen[h.native_id].state is not N.GONE]
-
-    def _gone(self, handles: Sequence[Handle], host: Transport, seconds: float) -> bool:
-        deadline, pause = time.monotonic() + seconds, 0.2
-        while self._living(handles, host):
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(pause)
-            pause = min(2.0, pause * 1.3)
-        return True
+    def _end(self, handles: Sequence[Handle], host: Transport, how: str) -> None:
+        words = ["--batch", "--signal=TERM"] if how == "ask" else []
+        argv = ["scancel", *_where(_of(handles)), *words, *(h.native_id for h in handles)]
+        _batch.retry(lambda: _batch.ask(host, argv), PASSING)
 
     def execute(self, node: str, handle: Handle, argv: Sequence[str], host: Transport) -> Completed:
         """A step of the node's own job, on its machine."""
@@ -340,12 +269,6 @@ class Slurm:
         step = ["srun", f"--jobid={handle.native_id}", *_where(_of([handle])), "--overlap", "--mpi=none", f"--relative={place}",
                 "--nodes=1", "--ntasks=1", "--cpu-bind=none"]  # fmt: skip
         return host.run([*step, *argv], timeout=DAY_S)
-
-    def bring_home(self, handles: Sequence[Handle], folder: Path) -> list[str]:
-        return []  # it is here already
-
-    def reach(self, handle: Handle, host: Transport) -> Transport:
-        return _batch.ThroughHub(host, Path(handle.detail["folder"]))
 
 
 def partitions(text: str) -> dict[str, dict[str, Any]]:
@@ -419,15 +342,6 @@ def check_fits(order: Order, limit: int | None) -> int | None:
     return most
 
 
-def _time(said: str | int | None) -> int | None:
-    from heliostat.units import parse_walltime
-
-    try:
-        return None if said is None else parse_walltime(said)
-    except ValueError as error:
-        raise UsageError("`slurm.time` cannot be used", because=str(error)) from None
-
-
 def _most(entry: Mapping[str, Any]) -> int:
     """How many nodes of the partition one job may have."""
     return int(entry["nodes"] if entry["most"] is None else min(entry["nodes"], entry["most"]))
@@ -460,10 +374,6 @@ def _of(handles: Sequence[Handle]) -> str | None:
 
 def _where(clusters: str | None) -> list[str]:
     return [f"--clusters={clusters}"] if clusters else []
-
-
-def _with_config(order: Order, more: Mapping[str, object]) -> Order:
-    return replace(order, config={**order.config, **more})
 
 
 def _minutes(seconds: int) -> str:

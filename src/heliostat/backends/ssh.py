@@ -48,6 +48,7 @@ class OverSsh:
     starts_ray: ClassVar[bool] = True
     shares_files: ClassVar[bool] = False
     takes_options: ClassVar[bool] = False
+    letters: ClassVar[tuple[str, ...]] = ()
     pace: ClassVar[tuple[float, float]] = (0.5, 10.0)
 
     def checks(self, spec: ClusterSpec | None, host: Transport) -> list[Check]:
@@ -57,6 +58,9 @@ class OverSsh:
         except HeliostatError as error:
             return [Check("ssh", "fail", str(error), "install OpenSSH's client")]
         return [Check("ssh", "ok", version)]
+
+    def nodes_of(self, table: Mapping[str, Any]) -> int | None:
+        return None
 
     def survey(self, options: Any, host: Transport) -> dict[str, Any]:
         return {}

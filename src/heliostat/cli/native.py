@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import re
+from pathlib import Path
+
 import click
+
+from heliostat.cli.output import Output
 
 META = "heliostat.native"
 WORDS = "heliostat.words"
@@ -18,6 +24,9 @@ class SiteCommand(click.Command):
         ours, native, words = split(args, self)
         ctx.meta[META] = native
         ctx.meta[WORDS] = words
+        out = ctx.find_object(Output)
+        if out and native:
+            out.quiet = "-q" in ours or "--quiet" in ours  # it could not know whose the letter is
         return super().parse_args(ctx, ours)
 
 
@@ -50,11 +59,50 @@ def split(args: list[str], command: click.Command) -> tuple[list[str], list[str]
         target = ours if mine else native
         target.append(word)
         has_value = "=" in word if word.startswith("--") else len(word) > 2
+        if mine and not takes[name] and len(name) == 2 and _is_theirs(word, rest, args, command):
+            native.append(ours.pop())
+            mine, target = False, native
         if has_value or not rest or (mine and not takes[name]):
             continue
         if mine or not (rest[0].startswith("-") or rest[0].endswith(".py")):
             target.append(rest.pop(0))
     return ours, native, []
+
+
+def _is_theirs(word: str, rest: list[str], args: list[str], command: click.Command) -> bool:
+    """`-q workq` and `-qworkq` on a site whose scheduler has queues. Elsewhere, and before another option or a script: quiet."""
+    from heliostat import backends
+
+    flags = "".join(name[1] for option in command.params for name in option.opts if len(name) == 2)
+    joined = any(letter not in flags for letter in word[2:])
+    plain = rest and not rest[0].startswith("-") and not rest[0].endswith(".py")
+    if not joined and (len(word) > 2 or not plain):
+        return False
+    site = _site(args, command)
+    return site in backends.names() and word[:2] in backends.load(site).letters
+
+
+def _site(args: list[str], command: click.Command) -> str:
+    """The site that these words are for: as they say, as the cluster's record has it, as the file says."""
+    from heliostat.config import FILE
+    from heliostat.store import Store
+
+    said = {}
+    for i, word in enumerate(args):
+        name, sign, value = word.partition("=")
+        if name in ("--on", "-f", "--file"):
+            said[name[:3]] = value if sign else next(iter(args[i + 1 :]), "")
+    if "--o" in said:
+        return said["--o"]
+    if any(parameter.name == "cluster" for parameter in command.params):
+        folders = (Store().find(word) for word in args if not word.startswith("-"))
+        return next((folder.record().site for folder in folders if folder), "")
+    place = Path(said.get("-f") or said.get("--f") or FILE)
+    try:
+        on = re.search(r"^on:\s*[\"']?(\w+)", place.read_text(encoding="utf-8"), re.MULTILINE)
+    except (OSError, UnicodeDecodeError):
+        on = None
+    return on[1] if on else os.environ.get("HELIOSTAT_ON", "")
 
 
 def _takes_value(option: click.Parameter) -> bool:

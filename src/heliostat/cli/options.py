@@ -124,7 +124,13 @@ def read_config(values: dict[str, Any], file: Path | None, *, base: dict[str, An
     def load(**extra: Any) -> Config:
         look_in = None if base else Path.cwd()
         return config.load(
-            backends.names(), file=file, flags={**flags, **extra}, spelled=spelled, look_in=look_in, base=base
+            backends.names(),
+            file=file,
+            flags={**flags, **extra},
+            spelled=spelled,
+            look_in=look_in,
+            base=base,
+            nodes_of=backends.nodes_of,
         )
 
     found = load()

@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""Stands in for SLURM's commands where no real one is: sbatch, squeue, scancel, sinfo, scontrol and srun, by the name it is called.
+"""Stands in for a scheduler's commands where no real one is, by the name it is called: SLURM's sbatch, squeue, scancel, sinfo,
+scontrol and srun; PBS's qsub, qstat, qselect, qdel, qsig and pbsdsh.
 
-State is in $CONTRACT_WORLD/slurm: a file a job. A job is a process group that lives until its script ends or it is
-cancelled. It answers in the words that Slurm 22.05 was seen to use.
+State is in $CONTRACT_WORLD/jobs: a file a job. A job is a process group that lives until its script ends or it is
+cancelled. It answers in the words that Slurm 22.05 and OpenPBS 23.06 were seen to use.
 """
 
 import fcntl
@@ -16,7 +17,7 @@ import time
 from pathlib import Path
 
 WORLD = Path(os.environ["CONTRACT_WORLD"])
-JOBS = WORLD / "slurm"
+JOBS = WORLD / "jobs"
 FIELDS = {"i": "id", "T": "state", "k": "comment", "N": "nodes"}
 
 
@@ -28,9 +29,9 @@ def start_time(pid):
         return None
 
 
-def fail(text):
+def fail(text, code=1):
     sys.stderr.write(text + "\n")
-    sys.exit(1)
+    sys.exit(code)
 
 
 def options(name):
@@ -63,18 +64,30 @@ def end_group(pid):
         pass
 
 
-def sbatch():
-    script = Path(sys.argv[-1])
+def refuse(text, code):
     if (WORLD / "refuse-launch").exists():
         left = int((WORLD / "refuse-launch").read_text()) - 1
         (WORLD / "refuse-launch").write_text(str(left))
         if left == 0:
-            fail("sbatch: error: Batch job submission failed: Requested node configuration is not available")
+            fail(text, code)
+
+
+def next_number():
+    return str(1 + max((int(path.stem.partition(".")[0]) for path in JOBS.glob("*.json")), default=0))
+
+
+def sbatch():
+    script = Path(sys.argv[-1])
+    refuse("sbatch: error: Batch job submission failed: Requested node configuration is not available", 1)
     text = script.read_text()
     said = dict(re.findall(r"^#SBATCH --([a-z-]+)=(.*)$", text, re.M))
-    number = str(1 + max((int(path.stem) for path in JOBS.glob("*.json")), default=0))
+    number = next_number()
     output = said["output"].strip('"').replace("%j", number).replace("%%", "%")
-    env = {**os.environ, "SLURM_JOB_ID": number}
+    print(start(number, script, output, said["comment"], {"SLURM_JOB_ID": number}))
+
+
+def start(number, script, output, mark, more):
+    env = {**os.environ, **more}
     with open(output, "ab") as out:
         process = subprocess.Popen(
             ["bash", str(script)],
@@ -85,9 +98,9 @@ def sbatch():
             start_new_session=True,
         )
     job = {"id": number, "state": "RUNNING", "pid": process.pid, "start": start_time(process.pid),
-           "comment": said["comment"], "nodes": "n1"}  # fmt: skip
+           "comment": mark, "nodes": "n1"}  # fmt: skip
     save(job)
-    print(number)
+    return number
 
 
 def squeue():
@@ -114,10 +127,14 @@ def scancel():
         if "--batch" in sys.argv:
             os.kill(job["pid"], getattr(signal, "SIG" + options("signal")[0]))
             continue
-        end_group(job["pid"])
-        while start_time(job["pid"]) == job["start"]:
-            time.sleep(0.02)
-        save({**job, "state": "CANCELLED"})
+        cancel(job)
+
+
+def cancel(job):
+    end_group(job["pid"])
+    while start_time(job["pid"]) == job["start"]:
+        time.sleep(0.02)
+    save({**job, "state": "CANCELLED"})
 
 
 def sinfo():
@@ -141,13 +158,63 @@ def srun():
     sys.exit(max([task.wait() for task in tasks]))
 
 
+def qsub():
+    script = Path(sys.argv[-1])
+    refuse("qsub: Illegal attribute or resource value select.ncpus", 166)
+    said = dict(re.findall(r"^#PBS (-\w(?: select)?)[ =](.*)$", script.read_text(), re.M))
+    number = next_number() + ".fake"
+    hosts = sum(int(chunk.partition(":")[0]) for chunk in said["-l select"].split("+"))
+    (JOBS / f"{number}.hosts").write_text("".join(f"n{i}\n" for i in range(1, hosts + 1)))
+    env = {"PBS_JOBID": number, "PBS_ENVIRONMENT": "PBS_BATCH", "PBS_NODEFILE": str(JOBS / f"{number}.hosts")}
+    print(start(number, script, said["-o"], said["-v"].partition("=")[2], env))
+
+
+def qstat():
+    jobs, document = load(), {"pbs_version": "23.06.06"}
+    if "-Q" in sys.argv:
+        return print(json.dumps({**document, "Queue": {"workq": {"enabled": "True"}}}))
+    if "-B" in sys.argv:
+        return print(json.dumps({**document, "Server": {"fake": {"default_queue": "workq"}}}))
+    wanted = sys.argv[-1]
+    if wanted not in jobs or jobs[wanted]["state"] != "RUNNING":
+        print(json.dumps(document))
+        fail(f"qstat: Unknown Job Id {wanted}", 153)
+    about = {"job_state": "R", "substate": 42, "Variable_List": {"HELIOSTAT_JOB": jobs[wanted]["comment"]}}
+    print(json.dumps({**document, "Jobs": {wanted: about}}))
+
+
+def qselect():
+    print("".join(f"{number}\n" for number, job in load().items() if job["state"] == "RUNNING"), end="")
+
+
+def qdel():
+    jobs = load()
+    for number in sys.argv[1:]:
+        if not (WORLD / "refuse-cancel").exists() and jobs.get(number, {}).get("state") == "RUNNING":
+            cancel(jobs[number])
+
+
+def qsig():
+    jobs = load()
+    for number in sys.argv[3:]:
+        if not (WORLD / "refuse-cancel").exists() and jobs.get(number, {}).get("state") == "RUNNING":
+            os.killpg(jobs[number]["pid"], getattr(signal, "SIG" + sys.argv[2]))
+
+
+def pbsdsh():
+    """The task's own environment and output come with its script; its exit code does not come back."""
+    env = {k: v for k, v in os.environ.items() if k.startswith("PBS_")} | {"PATH": "/bin:/usr/bin"}
+    subprocess.run(sys.argv[sys.argv.index("--") + 1 :], stdin=subprocess.DEVNULL, env=env, cwd="/")
+    sys.exit(0)
+
+
 if __name__ == "__main__":
     JOBS.mkdir(parents=True, exist_ok=True)
     name = Path(sys.argv[0]).name
     if "--version" in sys.argv:
-        sys.exit(print("slurm-wlm 22.05.8"))
-    if name == "srun":
-        srun()
+        sys.exit(print("pbs_version = 23.06.06" if name.startswith("q") else "slurm-wlm 22.05.8"))
+    if name in ("srun", "pbsdsh"):
+        {"srun": srun, "pbsdsh": pbsdsh}[name]()
     with open(JOBS / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        {"sbatch": sbatch, "squeue": squeue, "scancel": scancel, "sinfo": sinfo, "scontrol": scontrol}[name]()
+        globals()[name]()

@@ -1,0 +1,24 @@
+#!/bin/bash
+#PBS -N lab
+#PBS -v HELIOSTAT_JOB=heliostat:0000000000000000
+#PBS -l select=3:ncpus=8:mem=51200mb:ngpus=2:model=a100
+#PBS -l place=scatter:excl
+#PBS -l walltime=04:00:00
+#PBS -j oe
+#PBS -k oed
+#PBS -o pbs.out
+#PBS -r y
+#PBS -W umask=027
+#PBS -q gpu
+#PBS -A 'a lab'
+#PBS -P p
+#PBS -m e
+#PBS -M ann@x.edu
+#PBS -W group_list=g
+#PBS -l 'software=it'"'"'s "x"'
+# heliostat: 3 nodes of `lab`; this script is the first
+export HELIOSTAT_BEGAN=$(date +%s)
+module load cuda
+source /envs/ray/bin/activate || exit 1
+for _ in {1..300}; do [ -e /home/me/.heliostat/clusters/lab/agent.pyz ] && break; sleep 0.2; done
+exec python3 /home/me/.heliostat/clusters/lab/agent.pyz node <<<'{"schema": 1, "cluster": "lab", "id": "0000000000000000", "mark": "0000000000000000", "folder": "/home/me/.heliostat/clusters/lab", "auth": "token", "token_path": "/home/me/.heliostat/clusters/lab/token", "ray": null, "env": {}, "ports": {"window": null, "offset": 0}, "silent_s": 30, "orphan_s": 30, "speak_s": 90, "min_nodes": 2, "command": null, "idle": {"timeout_s": null, "window": null}, "time_limit_s": 14400, "launch": 1, "grace_s": 60, "own_clock": false, "margin_s": 30, "hasty": true, "kill_wait_s": 10, "hosts": "PBS_NODEFILE", "address": {"interface": null, "default": "route"}, "role": "worker", "resources": {"cpus": 8, "gpus": 2, "memory": 53687091200, "object_store": null, "custom": {}, "labels": {}}, "members": [{"node": "head", "role": "head"}, {"node": "w1"}, {"node": "w2"}], "others": ["pbsdsh", "-n", "{line}", "--"], "rank": "HELIOSTAT_RANK"}'

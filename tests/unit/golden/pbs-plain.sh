@@ -1,0 +1,15 @@
+#!/bin/bash
+#PBS -N lab
+#PBS -v HELIOSTAT_JOB=heliostat:0000000000000000
+#PBS -l select=3
+#PBS -l place=scatter
+#PBS -l walltime=24:00:00
+#PBS -j oe
+#PBS -k oed
+#PBS -o pbs.out
+#PBS -r n
+#PBS -W umask=022
+# heliostat: 3 nodes of `lab`; this script is the first
+export HELIOSTAT_BEGAN=$(date +%s)
+for _ in {1..300}; do [ -e /home/me/.heliostat/clusters/lab/agent.pyz ] && break; sleep 0.2; done
+exec /usr/bin/python3 /home/me/.heliostat/clusters/lab/agent.pyz node <<<'{"schema": 1, "cluster": "lab", "id": "0000000000000000", "mark": "0000000000000000", "folder": "/home/me/.heliostat/clusters/lab", "auth": "token", "token_path": "/home/me/.heliostat/clusters/lab/token", "ray": null, "env": {}, "ports": {"window": null, "offset": 0}, "silent_s": 30, "orphan_s": 30, "speak_s": 90, "min_nodes": 3, "command": null, "idle": {"timeout_s": null, "window": null}, "time_limit_s": 86400, "launch": 1, "grace_s": 60, "own_clock": false, "margin_s": 30, "hasty": true, "kill_wait_s": 10, "hosts": "PBS_NODEFILE", "address": {"interface": null, "default": "route"}, "role": "worker", "resources": {"cpus": null, "gpus": null, "memory": null, "object_store": null, "custom": {}, "labels": {}}, "members": [{"node": "head", "role": "head"}, {"node": "w1"}, {"node": "w2"}], "others": ["pbsdsh", "-n", "{line}", "--"], "rank": "HELIOSTAT_RANK"}'
