@@ -421,5 +421,5 @@ def _advice(reason: str, record: Record) -> str:
         return "--object-store 100M, or a larger /dev/shm"
     if "free ports" in reason:
         return "widen network.ports in the file, or take it out"
-    head = next(node.name for node in record.nodes.values() if node.role == "head")
+    head = next((node.name for node in record.nodes.values() if node.role == "head"), "head")
     return f"heliostat logs {record.name} {head}"
