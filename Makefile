@@ -3,6 +3,7 @@
 PYTHON ?= python3
 RAY_VERSION ?= 2.60.0
 PYTEST_ARGS ?=
+JOBS ?= 2
 
 VENV := .venv
 STAMP := $(VENV)/.stamp
@@ -12,7 +13,7 @@ STAMP := $(VENV)/.stamp
 
 help:
 	@echo "make demo    start two Ray nodes on this computer, run examples/hello_ray.py, release them"
-	@echo "make test    run the tests (PYTEST_ARGS=\"tests/unit -q\" for some of them)"
+	@echo "make test    run the tests, two files at a time (PYTEST_ARGS=\"tests/unit -q\" for some of them, JOBS=0: one by one)"
 	@echo "make lab     a real Slurm of three hosts on this computer, to play in (root); make lab-down ends it"
 	@echo "make lint    ruff and mypy"
 	@echo "make bench   run the benchmarks (make bench-slurm: those on a real Slurm, as root)"
@@ -23,7 +24,7 @@ demo: $(STAMP)
 	$(VENV)/bin/heliostat run --nodes 2 examples/hello_ray.py
 
 test: $(STAMP) packages
-	$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+	$(VENV)/bin/python -m pytest --numprocesses=$(JOBS) --dist=loadfile $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check

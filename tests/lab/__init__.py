@@ -19,10 +19,11 @@ from pathlib import Path
 
 SCRIPT = Path(__file__).parent / "lab"
 # as the script has them: several labs on one machine have names, nets and users of their own
-NAME = os.environ.get("LAB_NAME", "lab")
+WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")[2:]  # of several that test at once
+NAME = os.environ.get("LAB_NAME", f"lab{WORKER}")
 ROOT = Path(os.environ.get("LAB_ROOT", f"/tmp/h{NAME}"))
-USER = os.environ.get("LAB_USER", "labuser")
-NET = os.environ.get("LAB_NET", "10.77.0")
+USER = os.environ.get("LAB_USER", f"labuser{WORKER}")
+NET = os.environ.get("LAB_NET", f"10.77.{WORKER or 0}")
 PBS = Path(__file__).parent / "pbs"
 PBS_PROGRAMS = (
     "qsub",
@@ -67,6 +68,9 @@ class Lab:
         shared = [str(path) for path in wanted if path.parts[:2] == ("/", "tmp")]
         self.env = {
             **os.environ,
+            "LAB_NAME": NAME,
+            "LAB_USER": USER,
+            "LAB_NET": NET,
             "LAB_ROOT": str(ROOT),
             "LAB_SHARE": ":".join(shared),
             "LAB_OPEN": str(Path(sys.base_prefix).resolve()),
