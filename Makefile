@@ -9,14 +9,14 @@ VENV := .venv
 STAMP := $(VENV)/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lab lab-down lint bench bench-slurm venv packages clean FORCE
+.PHONY: help demo test lab lab-down lint bench bench-slurm bench-ssh venv packages clean FORCE
 
 help:
 	@echo "make demo    start two Ray nodes on this computer, run examples/hello_ray.py, release them"
 	@echo "make test    run the tests, two files at a time (PYTEST_ARGS=\"tests/unit -q\" for some of them, JOBS=0: one by one)"
 	@echo "make lab     a real Slurm of three hosts on this computer, to play in (root); make lab-down ends it"
 	@echo "make lint    ruff and mypy"
-	@echo "make bench   run the benchmarks (make bench-slurm: those on a real Slurm, as root)"
+	@echo "make bench   run the benchmarks (as root: make bench-slurm on a real Slurm, make bench-ssh over ssh)"
 	@echo "make venv    only make .venv (RAY_VERSION=$(RAY_VERSION))"
 	@echo "make clean   remove .venv and caches"
 
@@ -45,6 +45,11 @@ bench: $(STAMP)
 
 bench-slurm: $(STAMP) packages
 	$(VENV)/bin/python -m benchmarks --only slurm
+
+# rsync: for `ray up`, which is measured beside ours
+bench-ssh: $(STAMP) packages
+	@sh tests/apt.sh rsync
+	$(VENV)/bin/python -m benchmarks --only ssh
 
 venv: $(STAMP)
 

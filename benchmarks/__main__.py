@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import batch, commands, events, machine, memory, release, scale, slurm, start, table
+from benchmarks import batch, commands, events, machine, memory, release, scale, slurm, ssh, start, table
 from benchmarks.figures import CannotMeasure, Figure, Turns
 from benchmarks.lab import HELIOSTAT, RAY, Lab
 from benchmarks.processes import adopt_orphans
@@ -29,6 +29,7 @@ class Measure:
     quick: int
     shared: bool  # uses the shared cluster; the others want an idle machine
     named: bool = False  # only when it is asked for by name: it needs root, or very long
+    nodes: tuple[int, ...] = ()  # clusters of so many, where it starts several; the first alone when quick
 
 
 # in this order, so that the shared cluster is started once
@@ -43,10 +44,10 @@ MEASURES = {
     "release": Measure(release.release, 7, 3, False),
     "events": Measure(events.events, 1, 1, False),
     "scale": Measure(scale.scale, 3, 1, False),
-    "slurm": Measure(slurm.slurm, 3, 1, False, named=True),
+    "slurm": Measure(slurm.slurm, 3, 1, False, named=True, nodes=(2, 4, 8)),
+    "ssh": Measure(ssh.ssh, 3, 1, False, named=True, nodes=(2, 8)),
 }
-NODES, QUICK_NODES = (2, 4, 8), (2,)
-BESIDE = (*batch.OTHERS, "counts")
+BESIDE = (*batch.OTHERS, "ray-up", "counts")
 
 
 def say(text: str) -> None:
@@ -59,9 +60,9 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--only", metavar="NAME", action="append", choices=list(MEASURES),
                         help=f"only this measure (repeatable): {', '.join(MEASURES)}")  # fmt: skip
     parser.add_argument("--nodes", type=int, metavar="N", action="append",
-                        help=f"slurm: clusters of so many nodes (repeatable) {list(NODES)}")  # fmt: skip
+                        help="slurm, ssh: clusters of so many nodes (repeatable) [2, 4, 8; ssh: 2, 8]")  # fmt: skip
     parser.add_argument("--beside", metavar="WHAT", action="append", choices=BESIDE,
-                        help=f"slurm: beside this only (repeatable): {', '.join(BESIDE)}")  # fmt: skip
+                        help=f"slurm, ssh: beside this only (repeatable): {', '.join(BESIDE)}")  # fmt: skip
     parser.add_argument("--rounds", type=int, help="so many rounds of every measure")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write every sample there")
     return parser.parse_args(words)
@@ -73,6 +74,8 @@ def measure(lab: Lab, asked: argparse.Namespace, quiet: machine.Quiet) -> tuple[
     failed: dict[str, str] = {}
     for name in [n for n in MEASURES if (n in asked.only if asked.only else not MEASURES[n].named)]:
         rounds = asked.rounds or (MEASURES[name].quick if asked.quick else MEASURES[name].rounds)
+        nodes = MEASURES[name].nodes
+        lab.nodes = sorted({*(asked.nodes or (nodes[:1] if asked.quick else nodes))})
         say(f"{name} …")
         turns = Turns(rounds, functools.partial(_progress, name), quiet.wait)
         try:
@@ -117,8 +120,7 @@ def main() -> int:
     adopt_orphans()
     about = machine.describe()
     about["load_before"], began = machine.load(), time.monotonic()
-    nodes = sorted(asked.nodes or (QUICK_NODES if asked.quick else NODES))
-    lab, quiet = Lab(nodes, asked.beside or BESIDE), machine.Quiet(30.0 if asked.quick else PATIENCE_S)
+    lab, quiet = Lab(asked.beside or BESIDE), machine.Quiet(30.0 if asked.quick else PATIENCE_S)
     try:
         figures, failed = measure(lab, asked, quiet)
     except KeyboardInterrupt:

@@ -35,15 +35,23 @@ time.sleep(seconds)
 stamp("ended", str(time.time()))
 """
 
-HEADER = """#!/bin/bash
+# of bare Ray, wherever it starts
+ENVIRONMENT = (
+    "export PATH={bin}:$PATH RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH={token} RAY_USAGE_STATS_ENABLED=0"
+)
+
+HEADER = (
+    """#!/bin/bash
 #SBATCH --job-name={name}
 #SBATCH --nodes={nodes}
 #SBATCH --ntasks-per-node=1
 #SBATCH --cpus-per-task=1
 #SBATCH --output={folder}/out
 echo $EPOCHREALTIME > {folder}/begun
-export PATH={bin}:$PATH RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH={token} RAY_USAGE_STATS_ENABLED=0
 """
+    + ENVIRONMENT
+    + "\n"
+)
 
 # Nothing can be quicker with Ray's own commands: every `ray start` at once, and the node table asked all the time.
 FLOOR = """

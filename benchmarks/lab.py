@@ -70,11 +70,10 @@ class Program:
 class Lab:
     """Makes everything under one folder of /tmp, and removes it."""
 
-    def __init__(self, nodes: Sequence[int] = (2,), beside: Sequence[str] = ()) -> None:
-        self.nodes, self.beside = (
-            nodes,
-            beside,
-        )  # for the measures of whole clusters: of what size, beside what
+    def __init__(self, beside: Sequence[str] = ()) -> None:
+        # for the measures of whole clusters: beside what, and of what sizes
+        self.beside = beside
+        self.nodes: Sequence[int] = ()
         self.path = Path(tempfile.mkdtemp(prefix="hb-", dir="/tmp"))
         self.home = self.path / "home"
         for name in ("t", "logs", "user"):

@@ -37,6 +37,17 @@ def alive(process: Process) -> bool:
     return found is not None and found[1] == process[1]
 
 
+def of_user(uid: int, name: str) -> list[int]:
+    """Living processes of a user, by the name that the kernel has for them, in namespaces below ours too."""
+    found = []
+    for pid in (int(entry) for entry in os.listdir("/proc") if entry.isdigit()):
+        with contextlib.suppress(OSError):
+            if os.stat(f"/proc/{pid}").st_uid == uid and _stat(pid):
+                with open(f"/proc/{pid}/comm") as stream:
+                    found += [pid] if stream.read().strip() == name else []
+    return found
+
+
 def _cpu(pid: int) -> float:
     try:
         with open(f"/proc/{pid}/stat", "rb") as stream:

@@ -4,26 +4,17 @@ Ray's documentation shows. Needs root; everything is taken down at the end."""
 from __future__ import annotations
 
 import contextlib
-import importlib.util
-import itertools
-import json
-import os
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
-from typing import Any, TypeVar
 
-from benchmarks import batch
+from benchmarks import batch, hosts
 from benchmarks.batch import Times
 from benchmarks.figures import CannotMeasure, Figure, Turns
 from benchmarks.lab import DEADLINE_S, Lab
 
-REPOSITORY = Path(__file__).parents[1]
-LOOK_S = 0.02
 QUEUE_S = 0.2
 COUNT_S = 15.0  # so long commands are counted while waiting, and as long while running
 ONCE = "classic"  # its pauses are its own: one run tells all
@@ -34,7 +25,6 @@ WRAPPER = """#!/bin/bash
 echo "$EPOCHREALTIME {name}" >> {log}
 exec {program} "$@"
 """
-Found = TypeVar("Found")
 
 
 def slurm(lab: Lab, turns: Turns) -> list[Figure]:
@@ -125,31 +115,14 @@ def _commands(site: Site, turns: Turns, sizes: Sequence[int]) -> list[Figure]:
     return figures
 
 
-class Site:
+class Site(hosts.Site):
     """The lab's Slurm, and one job after the other on it."""
 
-    def __init__(self, lab: Lab, hosts: int) -> None:
-        self.module = _lab_of_the_tests()
-        if why := self.module.missing():
-            raise CannotMeasure(f"no Slurm to measure on: {why}")
-        self.hosts: Any = self.module.Lab(hosts, LAB_CPUS="1", LAB_SSHD="0")
-        self.numbers = itertools.count(1)
-        self.size, self.script_lines = hosts, 0
+    def __init__(self, lab: Lab, size: int) -> None:
+        super().__init__(lab, size, LAB_CPUS="1", LAB_SSHD="0")
+        self.script_lines = 0
         self.phases: list[str] = []
-        lab.stack.push(self.hosts)  # before it is up: an interrupt may come at any time
-        try:
-            self.hosts.__enter__()
-        except (RuntimeError, subprocess.SubprocessError) as error:
-            raise CannotMeasure(f"no Slurm to measure on: {error}") from None
-        self.home: Path = self.hosts.home
-        self.token = self.hosts.put("bench/token", "0" * 64)
-        self.token.chmod(0o600)
         self.work = self.hosts.put("bench/work.py", batch.WORK)
-        shutil.chown(self.home / "bench", self.module.USER, self.module.USER)
-        # an installed package has bytecode; the user of the lab may not write any into a checkout
-        package = importlib.util.find_spec("heliostat")
-        for folder in (package and package.submodule_search_locations) or ():
-            subprocess.run([sys.executable, "-m", "compileall", "-q", folder], check=False)
 
     def _folder(self, kind: str) -> tuple[str, Path]:
         """The name of a job, and the folder of its stamps."""
@@ -163,10 +136,10 @@ class Site:
     def ours(self, nodes: int) -> Times:
         name, folder = self._folder("ours")
         cluster = self.home / ".heliostat" / "clusters" / name
-        with self._watcher(cluster / "token") as watcher, self._ours(name, folder, nodes, 0) as program:
-            head = self._until("where the head is", lambda: _json(cluster / "head.json"), program)
+        with self.watcher(cluster / "token") as watcher, self._ours(name, folder, nodes, 0) as program:
+            head = self.until("where the head is", lambda: hosts.read_json(cluster / "head.json"), program)
             alive = watcher.alive_at(head["ip"], head["gcs"], nodes)
-            self._until("the script's end", (folder / "ended").exists, program)
+            self.until("the script's end", (folder / "ended").exists, program)
             gone = self._gone(name)
             _, said = program.communicate(timeout=DEADLINE_S)
         if program.returncode:
@@ -196,12 +169,12 @@ class Site:
         name, folder = self._folder(kind)
         text = batch.render(kind, name=name, nodes=nodes, folder=folder, token=self.token, work=self.work)
         script = self.hosts.put(f"bench/{name}/job.sh", text)
-        with self._watcher(self.token) as watcher:
-            job = self._ask("sbatch", "--parsable", str(script))
-            self._until("the batch script's first line", (folder / "begun").exists)
+        with self.watcher(self.token) as watcher:
+            job = self.ask("sbatch", "--parsable", str(script))
+            self.until("the batch script's first line", (folder / "begun").exists)
             # nobody else is here, so that the first node is the first that there is
-            alive = watcher.alive_at(f"{self.module.NET}.1", batch.PORT, nodes)
-        self._until(f"the script's end of {kind} (job {job})", (folder / "ended").exists)
+            alive = watcher.alive_at(self.address(1), batch.PORT, nodes)
+        self.until(f"the script's end of {kind} (job {job})", (folder / "ended").exists)
         return self._times(folder, nodes, alive, self._gone(name))
 
     def _times(self, folder: Path, nodes: int, alive: float, gone: float) -> Times:
@@ -213,40 +186,9 @@ class Site:
     def _gone(self, name: str) -> float:
         while True:
             at = time.time()
-            if name not in self._ask("squeue", "--noheader", "--format=%j").split():
+            if name not in self.ask("squeue", "--noheader", "--format=%j").split():
                 return at
             time.sleep(QUEUE_S)
-
-    def _ask(self, *argv: str) -> str:
-        done = self.hosts.run(*argv)
-        if done.rc:
-            raise CannotMeasure(f"`{' '.join(argv)[:80]}` said: {done.err[-300:]}")
-        return str(done.out).strip()
-
-    def _until(
-        self, what: str, check: Callable[[], Found], program: subprocess.Popen[str] | None = None
-    ) -> Found:
-        deadline = time.monotonic() + DEADLINE_S
-        while not (found := check()):
-            if program and program.poll() is not None and not (found := check()):
-                raise CannotMeasure(f"`heliostat run` ended before {what}: {program.communicate()[1][-300:]}")
-            if time.monotonic() > deadline:
-                raise CannotMeasure(f"did not come within {DEADLINE_S:.0f} s: {what}")
-            time.sleep(LOOK_S)
-        return found
-
-    @contextlib.contextmanager
-    def _watcher(self, token: Path) -> Iterator[Watcher]:
-        shell = [str(self.module.SCRIPT), "as", self.module.USER, "ctl"]
-        auth = ["env", "RAY_AUTH_MODE=token", f"RAY_AUTH_TOKEN_PATH={token}"]
-        with subprocess.Popen(
-            [*shell, *auth, sys.executable, str(batch.WATCHER)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=self.hosts.env,
-        ) as process:  # fmt: skip
-            try:
-                yield Watcher(process)
-            finally:
-                process.kill()
 
     # -- how often the scheduler is asked
 
@@ -258,19 +200,17 @@ class Site:
             text = WRAPPER.format(name=command, log=log, program=shutil.which(command))
             self.hosts.put(f"bench/{name}/bin/{command}", text).chmod(0o755)
         env = {"PATH": f"{folder}/bin:/usr/local/bin:/usr/bin:/bin"}
-        held = self._ask(
+        held = self.ask(
             "sbatch", "--parsable", f"--nodes={self.size}", "--output=/dev/null", "--wrap=sleep 600"
         )
-        self._until("a full cluster", lambda: self._ask("squeue", "-h", "-j", held, "-o", "%T") == "RUNNING")
+        self.until("a full cluster", lambda: self.ask("squeue", "-h", "-j", held, "-o", "%T") == "RUNNING")
         with self._ours(name, folder, nodes, COUNT_S, env) as program:
-            self._until(
-                "our job in the queue", lambda: name in self._ask("squeue", "-h", "-o", "%j"), program
-            )
+            self.until("our job in the queue", lambda: name in self.ask("squeue", "-h", "-o", "%j"), program)
             waits = time.time() + 1
             time.sleep(COUNT_S + 1)
             free = time.time()
-            self._ask("scancel", held)
-            self._until("the script's end", (folder / "ended").exists, program)
+            self.ask("scancel", held)
+            self.until("the script's end", (folder / "ended").exists, program)
             program.communicate(timeout=DEADLINE_S)
         noted = batch.commands(log.read_text())
         worked, ended = (batch.stamp(folder / which) for which in ("worked", "ended"))
@@ -287,38 +227,9 @@ class Site:
         )
 
 
-class Watcher:
-    """A process on the login node that has imported Ray before the clock starts, and asks the node table."""
-
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self.process = process
-        if self._line() != "imported":
-            raise CannotMeasure("Ray's GcsClient could not be imported on the lab's login node")
-
-    def _line(self) -> str:
-        assert self.process.stdout
-        return self.process.stdout.readline().strip()
-
-    def alive_at(self, host: str, port: int, nodes: int) -> float:
-        assert self.process.stdin
-        self.process.stdin.write(f"{port} {host} {nodes}\n")
-        self.process.stdin.flush()
-        words = self._line().split()
-        if words[:1] != ["alive"]:
-            raise CannotMeasure(f"{nodes} nodes did not become alive: {' '.join(words) or 'watcher died'}")
-        return float(words[2])
-
-
 def phases(past: Path, times: Times, worked: float) -> str:
     """Where our job spent its time, by the log of the head's agent."""
-    first: dict[tuple[bool, str], float] = {}  # (the head?, state): when the first, or the last, came to it
-    last: dict[tuple[bool, str], float] = {}
-    for line in (past / "logs" / "head" / "agent.jsonl").read_text().splitlines():
-        event = json.loads(line)
-        if event.get("node"):
-            key = (event["node"] == "head", str(event.get("state")))
-            first.setdefault(key, event["at"])
-            last[key] = event["at"]
+    first, last = hosts.states(past / "logs" / "head" / "agent.jsonl", "head")
     start = {
         "agents of all workers met the head's": last.get((False, "STARTING")),
         "head ready": first.get((True, "READY")),
@@ -333,30 +244,5 @@ def phases(past: Path, times: Times, worked: float) -> str:
         "head gone": last.get((True, "GONE")),
         "job gone": times.gone,
     }
-    said = [
-        ", ".join(f"{what} {at - since:.1f} s" for what, at in moments.items() if at is not None)
-        for moments, since in ((start, times.begun), (end, times.ended))
-    ]
+    said = hosts.told(start, times.begun), hosts.told(end, times.ended)
     return f"ours, the last run, after the batch start: {said[0]}; after the script's end: {said[1]}"
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
-def _lab_of_the_tests() -> ModuleType:
-    """Under a name, a net and a user of its own, so that it never meets a lab of the tests."""
-    for key, value in {"LAB_NAME": "labb", "LAB_NET": "10.78.0", "LAB_USER": "labbench"}.items():
-        os.environ.setdefault(key, value)
-    place = REPOSITORY / "tests" / "lab" / "__init__.py"
-    spec = importlib.util.spec_from_file_location("benchmarks_slurm_lab", place)
-    if spec is None or spec.loader is None or not place.exists():
-        raise CannotMeasure(f"no Slurm to measure on: no {place.relative_to(REPOSITORY)} in this checkout")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclasses look themselves up there
-    spec.loader.exec_module(module)
-    return module
