@@ -250,6 +250,12 @@ while os.environ.get("GATE") and not os.path.exists(os.environ["GATE"]):
     time.sleep(0.02)
 
 
+slow = os.environ.get("SLOW")
+if slow and not os.path.exists(slow):  # as Ray 2.60 says it
+    open(slow, "w").close()
+    sys.exit("Exception: The current node timed out during startup. This could happen because the raylet failed to startup")
+
+
 class Yes(BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200)

@@ -323,7 +323,9 @@ groups:
     assert "'fast-1': 'fast'" in done.out and "'plain-1': 'plain'" in done.out
 
 
-@pytest.mark.parametrize("interface, shown", [("eth0", f"{NET}."), ("fd77::/64", "fd77::")])
+@pytest.mark.parametrize(
+    "interface, shown", [("eth0", f"{NET}."), ("fd77::/64", "fd77::")], ids=["name", "addresses"]
+)
 def test_the_interface_that_is_named(lab: Lab, interface: str, shown: str) -> None:
     done = ok(
         lab.heliostat(

@@ -441,6 +441,7 @@ def test_a_clock_that_is_off(lab: Lab) -> None:
         ("n1", f"the head at {NET}.1:"),
         ("n2", f"the head cannot reach this machine at {NET}.2:"),
     ],
+    ids=["the head's", "a worker's"],
 )
 def test_a_firewall(lab: Lab, host: str, said: str) -> None:
     """Only ssh may come in: on the head's host, on a worker's."""
@@ -457,6 +458,14 @@ def test_a_firewall(lab: Lab, host: str, said: str) -> None:
         ok(lab.heliostat("down", "lab"))
     finally:
         lab.root(host, "nft", "flush", "ruleset")
+
+
+def test_a_machine_that_is_too_busy_at_first(lab: Lab) -> None:
+    """Ray gives up after half a minute; we try again."""
+    slow = {"venv": str(ROOT / "shared/fake"), "env": {"SLOW": f"{ROOT}/home/{USER}/slow"}}
+    ok(lab.heliostat("up", write(lab, hosts=["n1", {"host": "n2", "environment": slow}])))
+    assert "timed out during startup" in ok(lab.heliostat("logs", "lab", "n2")).out
+    ok(lab.heliostat("down", "lab"))
 
 
 def test_a_login_shell_that_talks(lab: Lab) -> None:

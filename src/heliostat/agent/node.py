@@ -14,7 +14,7 @@ from typing import Any, Callable, Dict, List, Optional
 
 from . import files, hub, others, ports, probe, processes, runtime
 from .command import Command
-from .raynode import IN_USE, PortTaken, RayNode, join
+from .raynode import IN_USE, SLOW, PortTaken, RayNode, join
 from .runtime import Refused
 
 Json = Dict[str, Any]
@@ -245,7 +245,8 @@ class Node:
         """Ports are chosen: do what must come before Ray."""
 
     async def start_ray(self) -> None:
-        """Until Ray's node table has us. A port that somebody took in the last moment costs a new block, not the node."""
+        """Until Ray's node table has us. A port that somebody took in the last moment costs a new block, not the node; a
+        machine that was too busy is tried again."""
         window = self.config["ports"].get("window")
         for attempt in range(3):
             head = await self.meet_head()  # first: in a narrow range the head's ports come before ours
@@ -264,7 +265,9 @@ class Node:
             except (RuntimeError, OSError) as error:
                 await self.ray.end()
                 known = isinstance(error, PortTaken) or getattr(error, "errno", None) == errno.EADDRINUSE
-                if attempt == 2 or self.stopping.is_set() or not (known or IN_USE.search(self.ray.said())):
+                said = self.ray.said()
+                again = known or IN_USE.search(said) or SLOW.search(said)
+                if attempt == 2 or self.stopping.is_set() or not again:
                     raise Refused(str(error)) from None
                 self.block.close()
 

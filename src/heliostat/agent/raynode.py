@@ -22,6 +22,8 @@ LIVE_LOGS = ("raylet.out", "raylet.err", "gcs_server.out", "gcs_server.err", "da
 IN_USE = re.compile(
     r"address already in use|port[^\n]*(already|is) (in use|used|occupied)|failed to bind", re.IGNORECASE
 )
+# Ray gives a node half a minute to start, whatever the machine has to do besides
+SLOW = re.compile(r"timed out during startup")
 # variables of a Ray that the user may be inside of: they would send ours to that one
 FOREIGN = (
     "RAY_ADDRESS",
