@@ -24,7 +24,7 @@ demo: $(STAMP)
 	$(VENV)/bin/heliostat run --nodes 2 examples/hello_ray.py
 
 test: $(STAMP) packages
-	$(VENV)/bin/python -m pytest --numprocesses=$(JOBS) --dist=loadfile $(PYTEST_ARGS)
+	$(VENV)/bin/python -m pytest --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check
