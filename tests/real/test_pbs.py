@@ -88,7 +88,13 @@ def nothing_left(lab: PbsLab) -> Iterator[None]:
     for cluster in clusters:
         lab.heliostat("down", cluster["name"], "--now")
     assert not clusters, f"clusters that live on: {clusters}\n{lab.logs()}"
-    wait_for("an empty queue", lambda: not lab.queue())
+    try:
+        wait_for("an empty queue", lambda: not lab.queue())
+    except AssertionError:
+        lab.run(
+            "qdel", "-W", "force", *(line.split()[0] for line in lab.queue())
+        )  # the next test has its own
+        raise
     lab.ready()
     for host in ("n1", "n2", "n3", "ctl"):
         wait_for(f"nothing of ours on {host}", lambda host=host: not lab.left_on(host))
@@ -214,7 +220,7 @@ def test_a_cluster_that_stays(lab: PbsLab) -> None:
     ok(lab.heliostat("scale", "lab", "0"))
     assert {*status(lab)} == {"state", "head", "j2-1"}
     ok(lab.heliostat("scale", "lab", "1"))
-    assert status(lab)["state"] == "ready"
+    becomes(lab, "w1 is back", lambda now: now["state"] == "ready" and now["w1"][0] == "READY")
     ok(lab.heliostat("restart", "lab"))
     assert {*status(lab)} == {"state", "head", "w1"}
     ok(lab.heliostat("down", "lab"))
@@ -535,7 +541,7 @@ def test_what_pbs_says(lab: PbsLab) -> None:
         assert said("qsub", *words, "q.sh") == answer, words
     jobs = [ok(lab.run("qsub", "-h", "q.sh")).out.strip() for _ in range(2)]
     shown = json.loads(ok(lab.run("qstat", "-f", "-F", "json", *jobs)).out)["Jobs"]
-    assert list(shown) == jobs[:1], "of several only the first"
+    assert jobs[0] in shown, "of several, some releases show only the first"
     assert {*json.loads(lab.run("qstat", "-f", "-F", "json").out)["Jobs"]} == {*jobs}
     assert ok(lab.run("qselect", "-u", USER)).out.split() == jobs
     done = lab.run("qstat", "-x", "-f", "-F", "json", jobs[0])

@@ -38,7 +38,7 @@ for q in "$(sed -n 's/^PBS_EXEC=//p' "${PBS_CONF_FILE:-/etc/pbs.conf}" 2>/dev/nu
 done
 :
 """
-# several ids in one question: PBS's JSON would have only the first of them
+# several ids in one question: the JSON of some releases has only the first of them
 _ASK = """
 for i; do
   said=$("$0" -f -F json "$i" 2>&1); c=$?
