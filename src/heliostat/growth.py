@@ -10,7 +10,7 @@ from heliostat.backends.base import Handle
 from heliostat.errors import HeliostatError, NotFoundError, UsageError
 from heliostat.events import Event
 from heliostat.lifecycle import POLL_S, Lifecycle, in_words
-from heliostat.looking import View, make_move
+from heliostat.looking import RESTARTED, SCALED, View, make_move
 from heliostat.spec import ClusterSpec, Member, worker_members
 from heliostat.spec import hosts as all_hosts
 from heliostat.states import TERMINAL, NodeState
@@ -45,7 +45,7 @@ def scale(life: Lifecycle, name: str, workers: int) -> View:
         own = [n for n in record.nodes.values() if n.role == "worker" and not n.guest]
         leaving = [n for n in own if n.name not in wanted and n.state not in TERMINAL]
         for node in leaving:
-            folder.append(make_move(node, N.STOPPING, "scaled down"))
+            folder.append(make_move(node, N.STOPPING, SCALED))
         for node in own:
             if node.name not in wanted and node not in leaving:
                 del record.nodes[node.name]
@@ -69,7 +69,7 @@ def _let_go(life: Lifecycle, folder: ClusterFolder, record: Record, names: Seque
     whole = [h for h in mine if set(h.nodes) <= set(names)]
     for node in names:
         if not any(node in h.nodes for h in whole):
-            life.ask(folder, {"do": "leave", "node": node, "reason": "scaled down"})
+            life.ask(folder, {"do": "leave", "node": node, "reason": SCALED})
     if whole:
         backends.load(record.site).cancel(whole, life.host_of(record))
         life.forget_answers(folder, whole)
@@ -108,7 +108,7 @@ def restart_node(life: Lifecycle, name: str, node: str) -> View:
     with folder.lock():
         record = folder.record()
         if record.nodes[node].state not in (*TERMINAL, N.STOPPING):
-            folder.append(make_move(record.nodes[node], N.STOPPING, "restarted"))
+            folder.append(make_move(record.nodes[node], N.STOPPING, RESTARTED))
             folder.save(record)
     kept = record.nodes[node]
     _let_go(life, folder, record, [node])

@@ -321,9 +321,12 @@ class Lifecycle(Ending):
             if head.state in TERMINAL:
                 raise self._failed(view, head)
             settled = (*TERMINAL, N.READY, N.LOST)
-            on_the_way = [n for n in record.nodes.values() if n.state not in settled]
+            on_the_way = [n for n in record.nodes.values() if n.state not in settled and not n.guest]
+            own = [
+                node for node in record.nodes.values() if not node.guest
+            ]  # who came by a join counts for nothing here
             if head.state is N.READY and view.address:
-                if view.alive() >= need:
+                if sum(node.state is N.READY for node in own) >= need:
                     return view
                 if not on_the_way:
                     raise self._partly(view, need)

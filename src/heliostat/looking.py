@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 N = NodeState
 T = TypeVar("T")
+SCALED, RESTARTED = "scaled down", "restarted"  # why a node of a cluster that goes on is told to end
 
 
 @dataclass
@@ -344,7 +345,9 @@ class Looking:
         if node.state in TERMINAL or node.handle is None:
             return None
         observation = seen.get(node.handle, Observation(N.UNKNOWN, "the site did not answer for it"))
-        wanted = record.target == "up" and node.state is not N.STOPPING
+        # one that ends by itself is still wanted: its job may be queued again
+        told_to = node.state is N.STOPPING and node.reason in (SCALED, RESTARTED)
+        wanted = record.target == "up" and not told_to
         table = (
             {} if live.get("ended") else live.get("nodes") or {}
         )  # a head that is gone knows nothing any more
