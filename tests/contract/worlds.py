@@ -268,6 +268,9 @@ class PbsWorld(BatchWorld):
     programs: ClassVar[tuple[str, ...]] = ("qsub", "qstat", "qselect", "qdel", "qsig", "pbsdsh")
     starter: ClassVar[bytes] = b"/pbsdsh\0"
 
+    def spec(self, **values: Any) -> ClusterSpec:
+        return super().spec(**{"sites": {"pbs": {"grace": "1s"}}, **values})
+
     def stranger(self) -> Handle:
         return Handle("4711.fake", ("head",), {"bin": "", "dialect": "pbs", "folder": str(self.folder)})
 

@@ -215,7 +215,7 @@ def test_two_users_at_once(home: Path, neighbour: Neighbour, started) -> None:
         looked = neighbour.run("ls", place)
         assert looked.returncode != 0 and "Permission denied" in looked.stderr, place
     for path in theirs.rglob("*"):
-        assert path.stat().st_uid == neighbour.uid
+        assert path.lstat().st_uid == neighbour.uid
 
 
 def test_down_of_one_leaves_the_others(home: Path, neighbour: Neighbour | None, started) -> None:

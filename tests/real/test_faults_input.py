@@ -190,7 +190,8 @@ def test_a_ray_without_authentication(home: Path, tmp_path: Path) -> None:
 def test_an_environment_that_is_not_one(home: Path, tmp_path: Path) -> None:
     (tmp_path / "v").mkdir()
     said = refused(heliostat("up", "--venv", tmp_path / "v", code=None), 1)
-    assert said["error"] == f"`{tmp_path}/v` is not a virtual environment"
+    assert said["error"] == f"could not make the environment `{tmp_path}/v`"
+    assert "is not a virtual environment: it has no bin/python" in said["because"]
     never_began(home)
 
 

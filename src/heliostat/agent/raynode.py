@@ -286,7 +286,8 @@ class RayNode:
         """Those that people look at while it runs, where they look for them."""
         for name in LIVE_LOGS:
             try:
-                os.symlink(os.path.join(self.logs, name), os.path.join(folder, name))
+                if os.path.exists(os.path.join(self.logs, name)):
+                    os.symlink(os.path.join(self.logs, name), os.path.join(folder, name))
             except OSError:
                 pass  # it is there already, or nothing can be
 
