@@ -11,46 +11,35 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from lab import NET, ROOT, USER, Done, PbsLab, wait_for
 from real.faults import fake_ray, four_lines
+from real.onlab import (
+    END,
+    HELLO,
+    SILENT,
+    SLOW,
+    becomes,
+    no_clusters,
+    nothing_on_hosts,
+    ok,
+    past,
+    pids,
+    status,
+    up,
+)
 
 pytestmark = [pytest.mark.needs_pbs]
 
-HELLO = """
-import os, socket, sys
-import ray
-ray.init(logging_level="ERROR")
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On
-
-@ray.remote(num_cpus=0)
-def where():
-    return socket.gethostname()
-
-alive = [n for n in ray.nodes() if n["Alive"]]
-hosts = ray.get([where.options(scheduling_strategy=On(n["NodeID"], soft=False)).remote() for n in alive])
+SAID = """
 print("nodes", sorted(n["NodeName"] for n in alive), "hosts", sorted(hosts))
 print("cpus", sorted((n["NodeName"], n["Resources"].get("CPU")) for n in alive))
 print("args", sys.argv[1:], "head job", os.environ.get("RAY_HEAD_JOB_ID"))
-print("to stderr", file=sys.stderr)
-print("unterminated", end="")
-sys.exit(int(os.environ.get("CODE", "0")))
 """
-SLOW = """
-import signal, sys, time
-def told(*_):
-    open("told.txt", "w").write("saved")
-    sys.exit(3)
-signal.signal(signal.SIGTERM, told)
-print("begun", flush=True)
-time.sleep(600)
-"""
-FILE = "network: {patience: 6s}\n"  # a machine that is silent so long is lost
 TWICE = """
 import os, sys, time
 if not os.path.exists("once"):
@@ -68,10 +57,10 @@ def lab() -> Iterator[PbsLab]:
         fake_ray(made.home / "fake")
         made.root("ctl", "chown", "-R", USER, str(made.home))
         for name, text in (
-            ("hello.py", HELLO),
+            ("hello.py", HELLO + SAID + END),
             ("slow.py", SLOW),
             ("twice.py", TWICE),
-            ("heliostat.yaml", FILE),
+            ("heliostat.yaml", SILENT),
         ):
             made.put(name, text)
         yield made
@@ -81,13 +70,7 @@ def lab() -> Iterator[PbsLab]:
 def nothing_left(lab: PbsLab) -> Iterator[None]:
     """After each test: no cluster, no job, no process of ours and no folder on any host, and no token on the disk."""
     yield
-    for host in ("n1", "n2", "n3"):
-        lab.heal(host)
-        lab.boot(host)
-    clusters = json.loads(lab.heliostat("ls", "--json").out)["clusters"]
-    for cluster in clusters:
-        lab.heliostat("down", cluster["name"], "--now")
-    assert not clusters, f"clusters that live on: {clusters}\n{lab.logs()}"
+    no_clusters(lab)
     try:
         wait_for("an empty queue", lambda: not lab.queue())
     except AssertionError:
@@ -96,8 +79,7 @@ def nothing_left(lab: PbsLab) -> Iterator[None]:
         )  # the next test has its own
         raise
     lab.ready()
-    for host in ("n1", "n2", "n3", "ctl"):
-        wait_for(f"nothing of ours on {host}", lambda host=host: not lab.left_on(host))
+    nothing_on_hosts(lab)
     assert not list((lab.home / ".heliostat").rglob("token"))
 
 
@@ -107,50 +89,8 @@ def words(lab: PbsLab) -> list[str]:
     return ["--on", "pbs", "--cpus-per-node", "1", "--venv", str(lab.home / "fake"), "--time", "30m"]
 
 
-def ok(done: Done) -> Done:
-    assert done.rc == 0, f"rc {done.rc}\n{done.out}\n{done.err}"
-    return done
-
-
-def up(lab: PbsLab, words: list[str], *more: str) -> None:
-    ok(lab.heliostat("up", *words, "--name", "lab", *more))
-
-
-def status(lab: PbsLab) -> dict[str, Any]:
-    """Of `lab`: its own state under "state", that of each node under its name, as (state, reason)."""
-    said = json.loads(ok(lab.heliostat("status", "lab", "--json")).out)
-    return {"state": said["state"], **{n["name"]: (n["state"], n["reason"]) for n in said["nodes"]}}
-
-
-def becomes(
-    lab: PbsLab, what: str, check: Callable[[dict[str, Any]], object], seconds: float = 180
-) -> dict[str, Any]:
-    last: dict[str, Any] = {}
-
-    def look() -> bool:
-        last.clear()
-        last.update(status(lab))
-        return bool(check(last))
-
-    try:
-        wait_for(what, look, seconds)
-    except AssertionError:
-        raise AssertionError(f"{what}; last seen: {last}\n{lab.logs()}") from None
-    return last
-
-
-def past(lab: PbsLab) -> dict[str, Any]:
-    """How the cluster `lab` ended."""
-    found = json.loads(lab.heliostat("ls", "--all", "--json").out)["clusters"]
-    return dict(max((c for c in found if c["name"] == "lab"), key=lambda c: c["started"]))
-
-
 def over(lab: PbsLab) -> bool:
     return lab.heliostat("ls").err.startswith("no clusters")
-
-
-def pids(lab: PbsLab, host: str, pattern: str) -> list[str]:
-    return lab.root(host, "pgrep", "-u", USER, "-f", pattern).out.split()
 
 
 def occupied(lab: PbsLab, *chunks: str) -> list[str]:
@@ -269,7 +209,7 @@ def test_the_hosts_are_not_in_the_order_of_their_names(lab: PbsLab, words: list[
     """Several lines a host in the node file; the head is where the script runs, each node has its chunk's size."""
     lab.put(
         "chunks.yaml",
-        FILE
+        SILENT
         + "pbs: {select: '1:ncpus=2:host=n3:mpiprocs=2+1:ncpus=1:host=n1:mpiprocs=2+1:ncpus=3:host=n2'}\n",
     )
     plain = [word for word in words if word not in ("--cpus-per-node", "1")]
@@ -285,7 +225,7 @@ def test_the_hosts_are_not_in_the_order_of_their_names(lab: PbsLab, words: list[
 def test_groups_are_jobs_of_their_own(lab: PbsLab, words: list[str]) -> None:
     lab.put(
         "groups.yaml",
-        FILE + "groups:\n  one: {nodes: 1}\n  two: {nodes: 1, cpus: 2, options: {chunk: host=n3}}\n",
+        SILENT + "groups:\n  one: {nodes: 1}\n  two: {nodes: 1, cpus: 2, options: {chunk: host=n3}}\n",
     )
     ok(lab.heliostat("up", *words, "--name", "lab", "-f", "groups.yaml"))
     assert len(lab.queue()) == 3 and {*status(lab)} == {"state", "head", "one-1", "two-1"}
@@ -294,7 +234,7 @@ def test_groups_are_jobs_of_their_own(lab: PbsLab, words: list[str]) -> None:
 
 
 def test_a_held_job_that_is_released_and_one_that_is_deleted(lab: PbsLab, words: list[str]) -> None:
-    lab.put("held.yaml", FILE + "pbs: {extra: ['-h']}\n")
+    lab.put("held.yaml", SILENT + "pbs: {extra: ['-h']}\n")
     for act in ("qrls", "qdel"):
         going = lab.start("up", *words, "--name", "lab", "-f", "held.yaml")
         job = str(wait_for("a job", lambda: lab.queue() and lab.queue()[0])).split()[0]
@@ -354,7 +294,7 @@ def test_it_is_run_again_only_where_that_was_asked_for(lab: PbsLab, words: list[
     (job,) = (line.split()[0] for line in lab.queue())
     assert lab.root("ctl", str(lab.bin / "qrerun"), job).rc != 0, "-r n"
     ok(lab.heliostat("down", "lab"))
-    lab.put("requeue.yaml", FILE + "pbs: {requeue: true}\n")
+    lab.put("requeue.yaml", SILENT + "pbs: {requeue: true}\n")
     going = lab.start("run", *words, "-f", "requeue.yaml", "--name", "lab", "twice.py")
     out = lab.home / ".heliostat/clusters/lab/logs/run.out"
     wait_for("the first life", lambda: out.exists() and "life 1" in out.read_text())

@@ -13,22 +13,11 @@ from pathlib import Path
 import pytest
 
 from lab import NET, ROOT, USER, Done, Lab, wait_for
+from real.onlab import END, HELLO, SLOW, nothing_on_hosts, ok
 
 pytestmark = [pytest.mark.needs_slurm, pytest.mark.needs_ray]
 
-# the lab's hosts have private /tmp and process tables, which only the lab can see: it looks for leaks itself
-HELLO = """
-import os, socket, sys
-import ray
-ray.init(logging_level="ERROR")
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On
-
-@ray.remote(num_cpus=0)
-def where():
-    return socket.gethostname()
-
-alive = [n for n in ray.nodes() if n["Alive"]]
-hosts = ray.get([where.options(scheduling_strategy=On(n["NodeID"], soft=False)).remote() for n in alive])
+SAID = """
 print("nodes", sorted(n["NodeName"] for n in alive))
 print("hosts", sorted(hosts))
 print("resources", {n["NodeName"]: (n["Resources"].get("CPU"), n["Resources"].get("GPU", 0)) for n in alive})
@@ -36,25 +25,13 @@ print("labels", {n["NodeName"]: n["Labels"].get("kind") for n in alive}, "ips", 
 print("head job", os.environ.get("RAY_HEAD_JOB_ID"))
 print("nccl", os.environ.get("NCCL_SOCKET_IFNAME"), os.environ.get("GLOO_SOCKET_IFNAME"))
 print("args", sys.argv[1:], "cpus", {n["NodeName"]: n["Resources"].get("CPU") for n in alive})
-print("to stderr", file=sys.stderr)
-print("unterminated", end="")
-sys.exit(int(os.environ.get("CODE", "0")))
-"""
-SLOW = """
-import signal, sys, time
-def told(*_):
-    open("told.txt", "w").write("saved")
-    sys.exit(3)
-signal.signal(signal.SIGTERM, told)
-print("begun", flush=True)
-time.sleep(600)
 """
 
 
 @pytest.fixture(scope="module")
 def lab() -> Iterator[Lab]:
     with Lab(3) as made:
-        made.put("hello.py", HELLO)
+        made.put("hello.py", HELLO + SAID + END)
         made.put("slow.py", SLOW)
         yield made
 
@@ -69,13 +46,7 @@ def nothing_left(lab: Lab, request: pytest.FixtureRequest) -> Iterator[None]:
     assert set(names) <= kept, f"clusters that live on: {names}"
     if not names:
         wait_for("an empty queue", lambda: not lab.queue())
-        for host in ("n1", "n2", "n3", "ctl"):
-            wait_for(f"nothing of ours on {host}", lambda host=host: not lab.left_on(host))
-
-
-def ok(done: Done) -> Done:
-    assert done.rc == 0, f"rc {done.rc}\n{done.out}\n{done.err}"
-    return done
+        nothing_on_hosts(lab)
 
 
 def test_run_streams_and_releases(lab: Lab) -> None:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 
-from lab import ROOT, USER, Done, Lab, wait_for
+from lab import ROOT, USER, Lab, wait_for
 from real.faults import fake_ray, four_lines
+from real.onlab import SILENT, becomes, no_clusters, nothing_on_hosts, ok, past, pids, status, up
 
 pytestmark = [pytest.mark.needs_slurm]
 
@@ -23,7 +23,6 @@ signal.signal(signal.SIGTERM, signal.SIG_IGN)
 print("begun", flush=True)
 time.sleep(600)
 """
-FILE = "network: {patience: 6s}\n"  # a machine that is silent so long is lost
 TWICE = """
 import os, sys, time
 print("life", os.environ.get("SLURM_RESTART_COUNT", "0"), flush=True)
@@ -38,7 +37,7 @@ def lab() -> Iterator[Lab]:
     with Lab(3, LAB_SMALL="1") as made:
         fake_ray(made.home / "fake")
         made.root("ctl", "chown", "-R", USER, str(made.home))
-        made.put("heliostat.yaml", FILE)
+        made.put("heliostat.yaml", SILENT)
         made.put("stubborn.py", STUBBORN)
         made.put("twice.py", TWICE)
         made.put("hello.py", "print('hello')")
@@ -49,17 +48,11 @@ def lab() -> Iterator[Lab]:
 def nothing_left(lab: Lab) -> Iterator[None]:
     """After each test: no cluster, no job, no process of ours and no folder on any host, and no token on the disk."""
     yield
-    for host in ("n1", "n2", "n3"):
-        lab.heal(host)
-        lab.boot(host)
+    lab.mend()
     lab.ready()
-    clusters = json.loads(lab.heliostat("ls", "--json").out)["clusters"]
-    for cluster in clusters:
-        lab.heliostat("down", cluster["name"], "--now")
-    assert not clusters, f"clusters that live on: {clusters}\n{lab.logs()}"
+    no_clusters(lab)
     wait_for("an empty queue", lambda: not lab.queue())
-    for host in ("n1", "n2", "n3", "ctl"):
-        wait_for(f"nothing of ours on {host}", lambda host=host: not lab.left_on(host))
+    nothing_on_hosts(lab)
     assert not list((lab.home / ".heliostat").rglob("token"))
 
 
@@ -67,48 +60,6 @@ def nothing_left(lab: Lab) -> Iterator[None]:
 def words(lab: Lab) -> list[str]:
     """The options that every cluster here has."""
     return ["--on", "slurm", "--cpus-per-node", "1", "--venv", str(lab.home / "fake"), "--time", "30m"]
-
-
-def ok(done: Done) -> Done:
-    assert done.rc == 0, f"rc {done.rc}\n{done.out}\n{done.err}"
-    return done
-
-
-def up(lab: Lab, words: list[str], *more: str) -> None:
-    ok(lab.heliostat("up", *words, "--name", "lab", *more))
-
-
-def status(lab: Lab) -> dict[str, Any]:
-    """Of `lab`: its own state under "state", that of each node under its name, as (state, reason)."""
-    said = json.loads(ok(lab.heliostat("status", "lab", "--json")).out)
-    return {"state": said["state"], **{n["name"]: (n["state"], n["reason"]) for n in said["nodes"]}}
-
-
-def becomes(
-    lab: Lab, what: str, check: Callable[[dict[str, Any]], object], seconds: float = 180
-) -> dict[str, Any]:
-    last: dict[str, Any] = {}
-
-    def look() -> bool:
-        last.clear()
-        last.update(status(lab))
-        return bool(check(last))
-
-    try:
-        wait_for(what, look, seconds)
-    except AssertionError:
-        raise AssertionError(f"{what}; last seen: {last}\n{lab.logs()}") from None
-    return last
-
-
-def past(lab: Lab) -> dict[str, Any]:
-    """How the cluster `lab` ended."""
-    found = json.loads(lab.heliostat("ls", "--all", "--json").out)["clusters"]
-    return dict(max((c for c in found if c["name"] == "lab"), key=lambda c: c["started"]))
-
-
-def pids(lab: Lab, host: str, pattern: str) -> list[str]:
-    return lab.root(host, "pgrep", "-u", USER, "-f", pattern).out.split()
 
 
 # -- machines
@@ -234,7 +185,7 @@ def test_the_job_is_cancelled_while_it_waits(lab: Lab, words: list[str]) -> None
 
 def test_the_job_is_requeued(lab: Lab, words: list[str]) -> None:
     """The same cluster comes back under its name, with its workers; a job's id stays."""
-    lab.put("requeue.yaml", FILE + "slurm: {requeue: true}\n")
+    lab.put("requeue.yaml", SILENT + "slurm: {requeue: true}\n")
     up(lab, words, "-f", "requeue.yaml", "--nodes", "2")
     (job,) = (line.split()[0] for line in lab.queue())
     token = (lab.home / ".heliostat/clusters/lab/token").read_text()
@@ -248,7 +199,7 @@ def test_the_job_is_requeued(lab: Lab, words: list[str]) -> None:
 
 def test_another_job_takes_its_machine(lab: Lab, words: list[str]) -> None:
     """Preemption: the cluster waits again, and comes back when the machine is free."""
-    lab.put("requeue.yaml", FILE + "slurm: {requeue: true}\n")
+    lab.put("requeue.yaml", SILENT + "slurm: {requeue: true}\n")
     up(lab, words, "-f", "requeue.yaml", "--nodelist=n3")
     lab.run("sbatch", "--partition=urgent", "--nodelist=n3", "--exclusive", "--time=5", "--wrap=sleep 20")
     becomes(lab, "it waits again", lambda now: now["head"][0] == "QUEUED")
@@ -257,7 +208,7 @@ def test_another_job_takes_its_machine(lab: Lab, words: list[str]) -> None:
 
 
 def test_a_run_is_requeued_and_followed_to_its_end(lab: Lab, words: list[str]) -> None:
-    lab.put("requeue.yaml", FILE + "slurm: {requeue: true}\n")
+    lab.put("requeue.yaml", SILENT + "slurm: {requeue: true}\n")
     going = lab.start("run", *words, "-f", "requeue.yaml", "--name", "lab", "twice.py")
     out = lab.home / ".heliostat/clusters/lab/logs/run.out"
     wait_for("the first life", lambda: out.exists() and "life 0" in out.read_text())

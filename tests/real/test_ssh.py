@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from lab import NET, ROOT, USER, Done, Lab, wait_for
+from lab import NET, ROOT, USER, Lab, wait_for
 from real.faults import fake_ray, four_lines
+from real.onlab import becomes, no_clusters, nothing_on_hosts, ok, status
 
 pytestmark = [pytest.mark.needs_slurm, pytest.mark.needs_ray]
 
@@ -50,19 +51,10 @@ def lab() -> Iterator[Lab]:
 def nothing_left(lab: Lab) -> Iterator[None]:
     """After each test: no cluster, and on no host a process of ours, a folder, or a token."""
     yield
-    lab.mend()
-    clusters = json.loads(lab.heliostat("ls", "--json").out)["clusters"]
-    for cluster in clusters:
-        lab.heliostat("down", cluster["name"], "--now")
-    assert not clusters, f"clusters that live on: {clusters}"
+    no_clusters(lab)
+    nothing_on_hosts(lab)
     for host in ("n1", "n2", "n3", "ctl"):
-        wait_for(f"nothing of ours on {host}", lambda host=host: not lab.left_on(host))
         assert not list((ROOT / "nodes" / host / "home/.heliostat").rglob("token")), host
-
-
-def ok(done: Done) -> Done:
-    assert done.rc == 0, f"rc {done.rc}\n{done.out}\n{done.err}"
-    return done
 
 
 def write(lab: Lab, fake: bool = True, **more: Any) -> str:
@@ -85,26 +77,6 @@ def fresh(lab: Lab) -> dict[str, str]:
     place = f"/tmp/{time.time_ns()}"
     lab.run("mkdir", place)
     return {"XDG_RUNTIME_DIR": place}
-
-
-def status(lab: Lab) -> dict[str, Any]:
-    said = json.loads(ok(lab.heliostat("status", "lab", "--json")).out)
-    return {"state": said["state"], **{n["name"]: (n["state"], n["reason"]) for n in said["nodes"]}}
-
-
-def becomes(lab: Lab, what: str, check: Any, seconds: float = 120) -> dict[str, Any]:
-    last: dict[str, Any] = {}
-
-    def look() -> bool:
-        last.clear()
-        last.update(status(lab))
-        return bool(check(last))
-
-    try:
-        wait_for(what, look, seconds)
-    except AssertionError:
-        raise AssertionError(f"{what}; last seen: {last}") from None
-    return last
 
 
 # -- a day's work, on real Ray

@@ -1,0 +1,99 @@
+"""What the tests on the lab's hosts share: a cluster `lab`, how it stands, and that nothing is left of it.
+
+The lab's hosts have private /tmp and process tables, which only the lab can see: it looks for leaks itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from lab import USER, Done, Lab, wait_for
+
+SILENT = "network: {patience: 6s}\n"  # a machine that is silent so long is lost
+# a script that saves when it is told to end
+SLOW = """
+import signal, sys, time
+def told(*_):
+    open("told.txt", "w").write("saved")
+    sys.exit(3)
+signal.signal(signal.SIGTERM, told)
+print("begun", flush=True)
+time.sleep(600)
+"""
+# names every node that it reaches; whoever uses it prints what else they want to know before END
+HELLO = """
+import os, socket, sys
+import ray
+ray.init(logging_level="ERROR")
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On
+
+@ray.remote(num_cpus=0)
+def where():
+    return socket.gethostname()
+
+alive = [n for n in ray.nodes() if n["Alive"]]
+hosts = ray.get([where.options(scheduling_strategy=On(n["NodeID"], soft=False)).remote() for n in alive])
+"""
+END = """
+print("to stderr", file=sys.stderr)
+print("unterminated", end="")
+sys.exit(int(os.environ.get("CODE", "0")))
+"""
+
+
+def ok(done: Done) -> Done:
+    assert done.rc == 0, f"rc {done.rc}\n{done.out}\n{done.err}"
+    return done
+
+
+def up(lab: Lab, words: list[str], *more: str) -> None:
+    ok(lab.heliostat("up", *words, "--name", "lab", *more))
+
+
+def status(lab: Lab) -> dict[str, Any]:
+    """Of `lab`: its own state under "state", that of each node under its name, as (state, reason)."""
+    said = json.loads(ok(lab.heliostat("status", "lab", "--json")).out)
+    return {"state": said["state"], **{n["name"]: (n["state"], n["reason"]) for n in said["nodes"]}}
+
+
+def becomes(
+    lab: Lab, what: str, check: Callable[[dict[str, Any]], object], seconds: float = 180
+) -> dict[str, Any]:
+    last: dict[str, Any] = {}
+
+    def look() -> bool:
+        last.clear()
+        last.update(status(lab))
+        return bool(check(last))
+
+    try:
+        wait_for(what, look, seconds)
+    except AssertionError:
+        raise AssertionError(f"{what}; last seen: {last}\n{lab.logs()}") from None
+    return last
+
+
+def past(lab: Lab) -> dict[str, Any]:
+    """How the cluster `lab` ended."""
+    found = json.loads(lab.heliostat("ls", "--all", "--json").out)["clusters"]
+    return dict(max((c for c in found if c["name"] == "lab"), key=lambda c: c["started"]))
+
+
+def pids(lab: Lab, host: str, pattern: str) -> list[str]:
+    return lab.root(host, "pgrep", "-u", USER, "-f", pattern).out.split()
+
+
+def no_clusters(lab: Lab) -> None:
+    """What a test has broken is mended, and no cluster lives on."""
+    lab.mend()
+    clusters = json.loads(lab.heliostat("ls", "--json").out)["clusters"]
+    for cluster in clusters:
+        lab.heliostat("down", cluster["name"], "--now")
+    assert not clusters, f"clusters that live on: {clusters}\n{lab.logs()}"
+
+
+def nothing_on_hosts(lab: Lab) -> None:
+    """No process of ours and no folder on any host."""
+    for host in ("n1", "n2", "n3", "ctl"):
+        wait_for(f"nothing of ours on {host}", lambda host=host: not lab.left_on(host))
