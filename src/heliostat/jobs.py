@@ -157,22 +157,29 @@ class Jobs:
         """A cluster for one command: start it, run it when the nodes are there, stream, release; its exit code."""
         place = ClusterFolder(self.life.store.clusters / spec.cluster_name)
         tail = Tail(self.life.host, place, write)
-        view = self.life.up(spec, command=command, wait=not detach, last_look=tail.drain)
-        if detach:
-            return 0
+        view = None
         try:
+            view = self.life.up(spec, command=command, wait=not detach, last_look=tail.drain)
+            if detach:
+                return 0
             code = self._follow(view.folder, tail)
             self._tell_who_ended_it(view.folder)
             self.life.release(view.folder)
             return code
-        except KeyboardInterrupt:
-            self.life.interrupted(view.folder, last_look=tail.drain)
+        except (
+            KeyboardInterrupt
+        ):  # it may come between `up`, which lets go of what it began, and what follows
+            made = self.life.store.find(place.name)
+            if made and made.record().id == self.life.created:
+                self.life.interrupted(made, last_look=tail.drain)
             raise
         except HeliostatError:
-            self.life.give_up(view.folder, "given up")
+            if view:
+                self.life.give_up(view.folder, "given up")
             raise
         except OSError:
-            self.life.give_up(view.folder, "nobody reads its output any more")
+            if view:
+                self.life.give_up(view.folder, "nobody reads its output any more")
             raise
 
     def follow(self, folder: ClusterFolder, write: Callable[[str, bytes], None], job_id: str = "run") -> int:

@@ -33,6 +33,8 @@ N = NodeState
 
 
 class Lifecycle(Ending):
+    created = ""  # the id of the cluster that was last begun from here
+
     def up(
         self,
         spec: ClusterSpec,
@@ -218,6 +220,7 @@ class Lifecycle(Ending):
         }
         if spec.security.auth == "token":
             files["token"] = secrets.token_hex(32)
+        self.created = record.id
         return self.store.create(record, {**files, **(more or {})})
 
     def launch_missing(self, folder: ClusterFolder) -> None:

@@ -124,7 +124,11 @@ def run(arguments: Sequence[str]) -> int:
         return output.error(_defect(error, output.debug))
 
 
-def _interrupt(number: int, frame: object) -> None:
+def _interrupt(number: int, frame: Any) -> None:
+    if number == getattr(signal, "SIGHUP", None):
+        # a terminal that goes is told twice, to its session's leader and to all in front: the second must not meet us
+        # on the way out
+        signal.signal(number, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 
