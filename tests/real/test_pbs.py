@@ -35,11 +35,15 @@ from real.onlab import (
 
 pytestmark = [pytest.mark.needs_pbs]
 
-SAID = """
+WHO = (
+    HELLO
+    + """
 print("nodes", sorted(n["NodeName"] for n in alive), "hosts", sorted(hosts))
 print("cpus", sorted((n["NodeName"], n["Resources"].get("CPU")) for n in alive))
 print("args", sys.argv[1:], "head job", os.environ.get("RAY_HEAD_JOB_ID"))
 """
+    + END
+)
 TWICE = """
 import os, sys, time
 if not os.path.exists("once"):
@@ -57,7 +61,7 @@ def lab() -> Iterator[PbsLab]:
         fake_ray(made.home / "fake")
         made.root("ctl", "chown", "-R", USER, str(made.home))
         for name, text in (
-            ("hello.py", HELLO + SAID + END),
+            ("hello.py", WHO),
             ("slow.py", SLOW),
             ("twice.py", TWICE),
             ("heliostat.yaml", SILENT),

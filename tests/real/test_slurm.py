@@ -17,7 +17,9 @@ from real.onlab import END, HELLO, SLOW, nothing_on_hosts, ok
 
 pytestmark = [pytest.mark.needs_slurm, pytest.mark.needs_ray]
 
-SAID = """
+WHO = (
+    HELLO
+    + """
 print("nodes", sorted(n["NodeName"] for n in alive))
 print("hosts", sorted(hosts))
 print("resources", {n["NodeName"]: (n["Resources"].get("CPU"), n["Resources"].get("GPU", 0)) for n in alive})
@@ -26,12 +28,14 @@ print("head job", os.environ.get("RAY_HEAD_JOB_ID"))
 print("nccl", os.environ.get("NCCL_SOCKET_IFNAME"), os.environ.get("GLOO_SOCKET_IFNAME"))
 print("args", sys.argv[1:], "cpus", {n["NodeName"]: n["Resources"].get("CPU") for n in alive})
 """
+    + END
+)
 
 
 @pytest.fixture(scope="module")
 def lab() -> Iterator[Lab]:
     with Lab(3) as made:
-        made.put("hello.py", HELLO + SAID + END)
+        made.put("hello.py", WHO)
         made.put("slow.py", SLOW)
         yield made
 
@@ -205,7 +209,7 @@ def test_a_container(lab: Lab) -> None:
     lab.put("ray.sif", f"PATH={python}:/usr/bin:/bin\nSEEN={sys.prefix}:{sys.base_prefix}\n")
     lab.put(
         "inside.py",
-        HELLO.replace("socket.gethostname()", 'socket.gethostname() + os.environ["APPTAINER_NAME"]'),
+        WHO.replace("socket.gethostname()", 'socket.gethostname() + os.environ["APPTAINER_NAME"]'),
     )
     words = [
         "--on",
@@ -333,7 +337,7 @@ def test_from_a_laptop(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("HELIOSTAT_HOME", str(tmp_path / "home"))
     work = tmp_path / "work"
     work.mkdir()
-    (work / "hello.py").write_text(HELLO)
+    (work / "hello.py").write_text(WHO)
     (work / "far.yaml").write_text(
         f"on: slurm\nname: far\nnodes: 2\ncpus_per_node: 1\ntime: 20m\nslurm: {{via: login}}\n"
         f"environment: {{setup: ['export PATH={Path(sys.executable).parent}:$PATH']}}\n"
