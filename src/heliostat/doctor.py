@@ -11,7 +11,6 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +21,7 @@ from heliostat.lifecycle import Lifecycle
 from heliostat.planning import agent_archive
 from heliostat.states import TERMINAL
 from heliostat.store import read_json
+from heliostat.transport import at_once
 from heliostat.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
@@ -185,8 +185,7 @@ def _hosts(life: Lifecycle, spec: ClusterSpec) -> Iterator[Check]:
             found = {"ok": False, "reason": f"{error.because or error.what}", "hint": error.hint}
         return asked, found
 
-    with ThreadPoolExecutor(min(environment.AT_ONCE, len(places))) as pool:
-        answers = list(pool.map(one, places))
+    answers = at_once(one, places)
     outcomes = []
     for place, (asked, found) in zip(places, answers, strict=True):
         if not found.get("ok"):

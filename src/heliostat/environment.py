@@ -24,14 +24,13 @@ from heliostat.events import Emit, Event
 from heliostat.mirror import pack as tar
 from heliostat.script import BatchScript, agent_script
 from heliostat.spec import DEFAULT_RAY, LISTED, hosts
-from heliostat.transport import abandon
+from heliostat.transport import AT_ONCE, abandon
 
 if TYPE_CHECKING:
     from heliostat.spec import ClusterSpec, Environment
     from heliostat.store import Store
     from heliostat.transport import Transport
 
-AT_ONCE = 32
 INSTALL_S = 1800.0
 PROBE_S = 60.0
 TICK_S = 1.0

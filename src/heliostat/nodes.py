@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from heliostat import backends
 from heliostat.backends.base import Handle
 from heliostat.errors import HeliostatError, NotFoundError
 from heliostat.states import NodeState
-from heliostat.transport import Completed
+from heliostat.transport import Completed, at_once
 
 if TYPE_CHECKING:
     from heliostat.lifecycle import Lifecycle
-
-AT_ONCE = 32
-RUN_S = 24 * 3600.0  # a person ends it with Ctrl-C
 
 
 def run(life: Lifecycle, name: str, argv: Sequence[str], node: str | None = None) -> dict[str, Completed]:
@@ -38,6 +34,5 @@ def run(life: Lifecycle, name: str, argv: Sequence[str], node: str | None = None
         except HeliostatError as error:
             return Completed(tuple(argv), 255, "", f"{error.what}: {error.because}\n")
 
-    with ThreadPoolExecutor(min(AT_ONCE, len(there))) as pool:
-        done = pool.map(lambda n: one(n.name, handles[str(n.handle)]), there)
+    done = at_once(lambda n: one(n.name, handles[str(n.handle)]), there)
     return dict(zip([n.name for n in there], done, strict=True))

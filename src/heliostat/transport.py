@@ -10,9 +10,23 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO, Protocol, TypeVar
 
 from heliostat.errors import HeliostatError
+
+A = TypeVar("A")
+B = TypeVar("B")
+AT_ONCE = 32  # machines that are asked at a time
+
+
+def at_once(do: Callable[[A], B], items: Sequence[A]) -> list[B]:
+    """What it gives for each of them, in their order."""
+    from concurrent.futures import ThreadPoolExecutor  # `ls` asks one machine, and does without
+
+    if not items:
+        return []
+    with ThreadPoolExecutor(min(AT_ONCE, len(items))) as pool:
+        return list(pool.map(do, items))
 
 
 @dataclass(frozen=True)

@@ -482,7 +482,7 @@ def test_probe_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     ]
     assert list(said["host"]) == ["name", "kernel", "machine", "boot_id", "user", "uid"]
     assert said["python"] == {"version": platform.python_version(), "executable": sys.executable}
-    assert said["gpu_count"] == probe.gpu_count()
+    assert said["gpu_count"] == probe.gpus()["gpu_count"]
     assert 1 <= said["cpus"]["count"] <= (os.cpu_count() or 1)
     assert said["memory"]["total_bytes"] > 0
     assert said["disk"]["path"] == str(tmp_path)

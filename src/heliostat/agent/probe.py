@@ -153,10 +153,6 @@ def gpus(environ: Mapping[str, str] = os.environ) -> Facts:
     return {"gpus": found, "gpu_count": count, "gpu_why": why}
 
 
-def gpu_count(environ: Mapping[str, str] = os.environ) -> int:
-    return int(gpus(environ)["gpu_count"])
-
-
 def shm(root: str = "/") -> Facts:
     """The room for Ray's object store: /dev/shm, or where there is none (macOS) /tmp, as Ray does."""
     path = os.path.join(root, "dev/shm")

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from heliostat.transport import Completed, Transport
 
 
+RUN_S = 24 * 3600.0  # for a command on a node: a person ends it with Ctrl-C
+
+
 @dataclass(frozen=True)
 class File:
     """A file that the plan writes into the cluster's folder before anything starts."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from heliostat.backends.base import Check, File, Handle, Observation, Order, Plan, Step
+from heliostat.backends.base import RUN_S, Check, File, Handle, Observation, Order, Plan, Step
 from heliostat.errors import HeliostatError, UsageError
 from heliostat.states import NodeState
 from heliostat.transport import process_start
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from heliostat.transport import Completed, Spawner, Transport
 
 STOP_S = 60.0
-RUN_S = 86400.0
 
 
 @dataclass(frozen=True)

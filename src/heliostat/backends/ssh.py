@@ -7,30 +7,26 @@ the ssh session that started it, and ends with its cluster.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from heliostat.backends.base import Check, File, Handle, Observation, Order, Plan, Step
+from heliostat.backends.base import RUN_S, Check, File, Handle, Observation, Order, Plan, Step
 from heliostat.errors import HeliostatError, PartlyDone, UsageError
 from heliostat.mirror import PLACE, pack
 from heliostat.ssh import far
 from heliostat.states import NodeState
+from heliostat.transport import at_once
 
 if TYPE_CHECKING:
     from heliostat.spec import ClusterSpec, Host, Member
     from heliostat.transport import Completed, Transport
 
 N = NodeState
-A = TypeVar("A")
-B = TypeVar("B")
-AT_ONCE = 32  # connections at a time
 START_S = 60.0  # for an agent to say its first word
 STOP_S = 60.0
 ASK_S = 20.0
-RUN_S = 86400.0
 
 
 @dataclass(frozen=True)
@@ -138,7 +134,7 @@ class OverSsh:
                 Handle(f"{s.nodes[0]}.none", s.nodes, {**_detail(order, s), "refused": refused}) for s in rest
             )
             return
-        yield from _in_parallel(lambda step: _start(order, step, texts, head), rest)
+        yield from at_once(lambda step: _start(order, step, texts, head), rest)
 
     def strays(self, mark: str | None, spec: ClusterSpec, host: Transport) -> list[Handle]:
         """An agent outlives whoever started it and died before its id was on record. One whose host cannot be reached ends
@@ -151,24 +147,24 @@ class OverSsh:
             return _found(one, spec.cluster_name)
 
         if mark is not None:
-            each = _in_parallel(lambda member: _stray(member, Path(PLACE) / mark, mark), members(spec))
+            each = at_once(lambda member: _stray(member, Path(PLACE) / mark, mark), members(spec))
             return [handle for handle in each if handle]
         heads = of(first)
         if not heads:
             return []
         newest = max(heads, key=lambda handle: handle.detail["since"])
-        more = [handle for found in _in_parallel(of, rest) for handle in found]
+        more = [handle for found in at_once(of, rest) for handle in found]
         return [newest, *(handle for handle in more if handle.detail["id"] == newest.detail["id"])]
 
     # -- looking
 
     def observe(self, handles: Sequence[Handle], host: Transport) -> dict[str, Observation]:
-        return dict(zip([h.native_id for h in handles], _in_parallel(_ask, handles), strict=True))
+        return dict(zip([h.native_id for h in handles], at_once(_ask, handles), strict=True))
 
     def cancel(self, handles: Sequence[Handle], host: Transport, *, now: bool = False) -> None:
         """Each host ends its own, all at once, and verifies. One that cannot be reached is an error, or with `now` given up:
         what runs there ends when it does not hear its head any more."""
-        failed = [one for one in _in_parallel(lambda handle: _stop(handle, now), handles) if one]
+        failed = [one for one in at_once(lambda handle: _stop(handle, now), handles) if one]
         if not failed:
             return
         because = "; ".join(words for words, _ in failed)[:400]
@@ -201,7 +197,7 @@ class OverSsh:
             told = work and handle.detail["role"] == "head"
             return f"what the command wrote is on {target.target} in ~/{work}" if told else ""
 
-        return [note for note in _in_parallel(one, handles) if note]
+        return [note for note in at_once(one, handles) if note]
 
     def reach(self, handle: Handle, host: Transport) -> Transport:
         return far(handle.detail["ssh"])
@@ -341,13 +337,6 @@ def _stop(handle: Handle, now: bool) -> tuple[str, bool] | None:
     except ValueError:
         return f"{handle.nodes[0]}: {done.err.strip()[-200:]}", True
     return None if answer.get("ok") else (f"{handle.nodes[0]}: still there: {answer.get('left')}", True)
-
-
-def _in_parallel(do: Callable[[A], B], items: Sequence[A]) -> list[B]:
-    if not items:
-        return []
-    with ThreadPoolExecutor(min(AT_ONCE, len(items))) as pool:
-        return list(pool.map(do, items))
 
 
 # ends whatever has this mark: it was started by one who died before it was on record
