@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from heliostat import rayyaml
 from heliostat.errors import UsageError
 from heliostat.spec import ClusterSpec
 
@@ -54,7 +55,12 @@ def load(
     if file is None and look_in is not None and (look_in / FILE).is_file():
         file = look_in / FILE
     if file is not None:
-        _merge(values, origins, *_read(file))
+        read, where = _read(file)
+        if rayyaml.is_one(read):
+            # as it is: with its merge keys, and numbers as YAML has them
+            read = rayyaml.accept(yaml.safe_load(file.read_bytes()), file.name)
+            where = dict.fromkeys(read, f"{file.name}, a file of Ray's launcher")
+        _merge(values, origins, read, where)
     for key, value, origin in _environment(environ):
         _put(values, origins, key, value, origin)
     for key, value in (flags or {}).items():
@@ -117,7 +123,7 @@ def check(values: Mapping[str, Any], origins: Mapping[str, str], sites: list[str
         raise UsageError(
             f"there is no site `{spec.on}`",
             because=f"sites here: {', '.join(sites)}" + _where(origins, "on"),
-            hint=f"--on {near[0] if near else sites[0]}",
+            hint=f"--on {(near or [site for site in sites if site == 'local'] or sites)[0]}",
         )
     return spec
 

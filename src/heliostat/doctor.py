@@ -36,7 +36,14 @@ def examine(life: Lifecycle, spec: ClusterSpec | None, cluster: str | None) -> l
         view = life.find(cluster)  # no such cluster is an error, not a finding
         return [check for check in _guarded(lambda: _cluster(life, view.record.name))]
     machine = (lambda: _hosts(life, spec)) if spec and spec.machines else (lambda: _machine(life, spec))
-    checks = [*_guarded(lambda: _home(life)), *_guarded(machine), *_guarded(lambda: _leftovers(life))]
+    here = (
+        spec is None or backends.load(spec.on).starts_ray
+    )  # else no node has anything to do with this machine
+    checks = [
+        *_guarded(lambda: _home(life)),
+        *(_guarded(machine) if here else []),
+        *_guarded(lambda: _leftovers(life)),
+    ]
     if spec is not None:
         checks += backends.load(spec.on).checks(spec, life.host_for(spec.sites.get(spec.on, {})))
     return checks

@@ -9,17 +9,28 @@ from typing import TYPE_CHECKING, Any
 
 from heliostat import backends
 from heliostat.backends.base import Handle
-from heliostat.errors import DiskError, HeliostatError, Interrupted, NotFoundError, PartlyDone
+from heliostat.errors import (
+    DeadlineError,
+    DiskError,
+    HeliostatError,
+    Interrupted,
+    NotFoundError,
+    PartlyDone,
+    UsageError,
+)
 from heliostat.events import Event
 from heliostat.looking import Looking, View, make_move
 from heliostat.states import TERMINAL, NodeState
 from heliostat.store import ClusterFolder, Record
+from heliostat.telling import handle_of
 from heliostat.units import count
 
 if TYPE_CHECKING:
     from heliostat.mirror import Mirror
 
 N = NodeState
+KEEP_S = 180.0
+MOST_JOBS = 100  # whose output comes home with the cluster
 
 
 class Ending(Looking):
@@ -59,13 +70,20 @@ class Ending(Looking):
                 raise
             return past
 
-    def interrupted(self, folder: ClusterFolder, last_look: Callable[[], object] = bool) -> None:
-        """Ctrl-C: release everything; once more: at once. `last_look` sees the files before they go to the history."""
+    def interrupted(
+        self,
+        folder: ClusterFolder,
+        last_look: Callable[[], object] = bool,
+        first: Callable[[], object] = bool,
+    ) -> None:
+        """Ctrl-C: release everything; once more: at once. `first` is for whoever must be told to stop; `last_look` sees the
+        files before they go to the history."""
         name = folder.name
         for reason, now in (("interrupted", False), ("interrupted twice", True), ("interrupted twice", True)):
             try:
                 if not now:
                     self.emit(Event("note", f"interrupted: releasing `{name}` (Ctrl-C again: at once)"))
+                    first()
                 self._end(folder, reason, now=now, last_look=last_look)
                 raise Interrupted(
                     f"interrupted; `{name}` is released", hint=f"heliostat logs {name}"
@@ -102,6 +120,8 @@ class Ending(Looking):
                 record.handles += [handle.to_json() for handle in strays]
                 self._put_on_record(folder, strays)
             given_up = None
+            if not now:
+                self._take_leave(folder, record)
             try:
                 backend.cancel(handles, self.host_of(record), now=now)
             except PartlyDone as error:
@@ -143,6 +163,60 @@ class Ending(Looking):
                 hint=f"free some space there, then heliostat down {view.record.name}",
             ) from None
 
+    def _take_leave(self, folder: ClusterFolder, record: Record) -> None:
+        """Where the platform starts Ray, its logs and its jobs go with its machines: what can be had of them comes here."""
+        telling, handle = self.telling(folder, record), handle_of(record)
+        if telling is None or handle is None:
+            return
+        from heliostat.transport import at_once
+
+        def one(node: str) -> None:
+            with contextlib.suppress(HeliostatError, OSError):
+                telling.pull_logs(handle, node)
+
+        at_once(one, list(record.nodes))
+        with contextlib.suppress(HeliostatError, OSError):
+            view = View(folder, record, folder.state())
+            keys = ("id", "status", "exit_code", "seconds")
+            api = self.api(view)
+            jobs = [job for job in api.jobs() if job["kind"] == "job"]
+            telling.note(jobs=[{key: job[key] for key in keys} for job in jobs])
+            head = next(node.name for node in record.nodes.values() if node.role == "head")
+            for job in jobs[:MOST_JOBS]:
+                with open(folder.logs / head / f"job-driver-{job['id']}.log", "wb") as stream:
+                    stream.writelines(api.output(job["id"], follow=False))
+
+    def put_away(self, name: str) -> View:
+        """Nothing of it runs any more, and `up` brings it back."""
+        folder = self.store.open(name)
+        record = self.look(folder).record
+        platform, handle = self.platform(record), handle_of(record)
+        if platform is None or handle is None:
+            raise UsageError(
+                f"`{name}` cannot be kept",
+                because=f"`{record.site}` has nothing that could be brought back",
+                hint=f"heliostat down {name}",
+            )
+        if record.kind != "up":
+            raise UsageError(f"`{name}` runs one command and ends with it", hint=f"heliostat down {name}")
+        self.emit(Event("note", f"putting `{name}` away"))
+        platform.keep(handle, self.host_of(record), away=True)
+        self.forget_answers(folder)
+        deadline = time.monotonic() + KEEP_S
+        while True:
+            view = self.look(folder)
+            own = [node for node in view.record.nodes.values() if not node.guest]
+            if all(node.state is N.SUSPENDED for node in own):
+                return view
+            if time.monotonic() > deadline:
+                left = ", ".join(node.name for node in own if node.state is not N.SUSPENDED)
+                raise DeadlineError(
+                    f"`{name}` was not put away within {KEEP_S:.0f} s",
+                    because=f"still there: {left}",
+                    hint=f"heliostat status {name}",
+                )
+            time.sleep(0.1)
+
     def _ask_for_end(self, folder: ClusterFolder, reason: str) -> tuple[Record, bool]:
         """Puts the wish on record: (the record, could it be written?)."""
 
@@ -172,10 +246,10 @@ class Ending(Looking):
                 folder.save(record)
 
     def release(self, folder: ClusterFolder) -> None:
-        """The work is done and the agents end by themselves: wait for that, and see that nothing is left."""
+        """The work is done, and our agents end by themselves: wait for that, and see that nothing is left."""
         self.emit(Event("note", f"releasing `{folder.name}`"))
-        deadline = time.monotonic() + 30
         try:
+            deadline = time.monotonic() + (30 if self.platform(folder.record()) is None else 0)
             while time.monotonic() < deadline:
                 view = self.look(folder)
                 if view.record.is_over():

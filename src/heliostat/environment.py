@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from heliostat import planning, staging
+from heliostat import backends, planning, staging
 from heliostat.errors import HeliostatError, Interrupted, PartlyDone, UsageError
 from heliostat.events import Emit, Event
 from heliostat.mirror import pack as tar
@@ -137,6 +137,12 @@ def _make(place: Place, emit: Emit) -> None:
 def places(spec: ClusterSpec, host: Transport) -> list[Place]:
     """The machines that have an environment of their own: those that the file lists, else the one that the site is reached
     from, whose disks the nodes share. Raises UsageError for what cannot be done on any of them."""
+    if not backends.load(spec.on).starts_ray:
+        raise UsageError(
+            f"there is nothing to set up on `{spec.on}`",
+            because="its machines come with Ray, and what your code needs is made as each of them starts",
+            hint=f"heliostat doctor --on {spec.on}",
+        )
     if spec.on == LISTED:
         from heliostat.backends.ssh import ssh_words
         from heliostat.ssh import far

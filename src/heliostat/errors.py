@@ -10,19 +10,27 @@ class HeliostatError(Exception):
     """One thing that could not be done.
 
     what: what could not be done. because: the other party's words, verbatim. saw: the command, its exit
-    code, where the log is. hint: one thing to type.
+    code, where the log is. hint: one thing to type. more: what the hint speaks of, where that is a whole file.
     """
 
     exit_code = 1
 
     def __init__(
-        self, what: str, *, because: str = "", saw: str = "", hint: str = "", exit_code: int | None = None
+        self,
+        what: str,
+        *,
+        because: str = "",
+        saw: str = "",
+        hint: str = "",
+        more: str = "",
+        exit_code: int | None = None,
     ) -> None:
         super().__init__(what)
         self.what = what
         self.because = because
         self.saw = saw
         self.hint = hint
+        self.more = more
         if exit_code is not None:
             self.exit_code = exit_code
 
@@ -36,6 +44,7 @@ class HeliostatError(Exception):
             "saw": self.saw,
             "hint": self.hint,
             "exit_code": self.exit_code,
+            **({"more": self.more} if self.more else {}),
         }
 
 
@@ -43,6 +52,10 @@ class UsageError(HeliostatError):
     """The command or the file is wrong; nothing was started."""
 
     exit_code = 2
+
+
+class Refused(HeliostatError):
+    """The other party said no, and will say so again."""
 
 
 class PartlyDone(HeliostatError):

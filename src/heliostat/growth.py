@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from heliostat import backends, config, environment, planning
@@ -11,10 +12,11 @@ from heliostat.errors import HeliostatError, NotFoundError, UsageError
 from heliostat.events import Event
 from heliostat.lifecycle import POLL_S, Lifecycle, in_words
 from heliostat.looking import RESTARTED, SCALED, View, make_move
-from heliostat.spec import ClusterSpec, Member, worker_members
+from heliostat.spec import ClusterSpec, Member, members, worker_members
 from heliostat.spec import hosts as all_hosts
 from heliostat.states import TERMINAL, NodeState
 from heliostat.store import ClusterFolder, NodeRecord, Record
+from heliostat.telling import DEMAND, handle_of
 from heliostat.units import count
 
 if TYPE_CHECKING:
@@ -24,12 +26,14 @@ N = NodeState
 LEAVE_S = 120.0  # draining takes 20 s at most, a slow scheduler a little longer
 
 
-def scale(life: Lifecycle, name: str, workers: int) -> View:
+def scale(life: Lifecycle, name: str, workers: int, group: str | None = None) -> View:
     """So many worker nodes, now. New ones come; of the old ones the last go, after their work is drained."""
     view = life.find(name)
     life.must_be_up(view)
     folder, spec = view.folder, planning.spec_of(view.record)
-    if spec.kinds:
+    if life.platform(view.record):
+        return _resize(life, view, spec, workers, group)
+    if spec.kinds or group:
         raise UsageError(
             f"`{name}` has groups of nodes", because="say which group in the file, and `up` again"
         )
@@ -61,6 +65,54 @@ def scale(life: Lifecycle, name: str, workers: int) -> View:
         _let_go(life, folder, record, [node.name for node in leaving])
     life.launch_missing(folder)
     return life.settle(folder)
+
+
+def _resize(life: Lifecycle, view: View, spec: ClusterSpec, workers: int, group: str | None) -> View:
+    """The platform is told, and chooses which nodes go."""
+    folder, record = view.folder, view.record
+    platform, handle = life.platform(record), handle_of(record)
+    kinds: Sequence[str | None] = [*spec.kinds] if spec.kinds else [None]
+    if group not in kinds:
+        raise UsageError(
+            f"`{record.name}` has no group `{group}`" if group else f"which group of `{record.name}`?",
+            because=f"it has {', '.join(spec.kinds)}" if spec.kinds else "its workers are all of one kind",
+            hint=f"heliostat scale {record.name} {workers}" + (f" --group {kinds[0]}" if spec.kinds else ""),
+        )
+    if spec.elastic:
+        raise UsageError(
+            f"`{record.name}` has as many nodes as its work asks for",
+            because="`autoscale` is in its file",
+            hint="change `min` and `max` there, and start it anew",
+        )
+    assert platform and handle
+    platform.resize(handle, {group: workers}, life.host_of(record))
+    with folder.lock():
+        record = folder.record()
+        if group:
+            groups = record.spec["groups"]
+            record.spec = {**record.spec, "groups": {**groups, group: {**groups[group], "nodes": workers}}}
+        else:
+            record.spec = {**record.spec, "nodes": workers + 1}
+        if record.spec.get("min_nodes"):
+            total = len(members(planning.spec_of(replace(record, spec={**record.spec, "min_nodes": None}))))
+            record.spec["min_nodes"] = min(record.spec["min_nodes"], total)
+        wanted = {member.name for member in members(planning.spec_of(record))}
+        for node in record.nodes.values():  # whichever of them go, they are not missed
+            node.guest = node.guest if node.name in wanted else DEMAND
+        for member in members(planning.spec_of(record)):
+            fresh = NodeRecord(
+                member.name, member.role, member.group, since=time.time(), handle=handle.native_id
+            )
+            record.nodes.setdefault(member.name, fresh).guest = None
+        folder.append({"at": time.time(), "kind": "note", "text": f"scaled to {workers} workers"})
+        folder.save(record)
+    life.forget_answers(folder)
+    view = life.settle(folder)
+    deadline = time.monotonic() + LEAVE_S
+    while any(node.guest for node in view.record.nodes.values()) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+        view = life.look(folder)
+    return view
 
 
 def _let_go(life: Lifecycle, folder: ClusterFolder, record: Record, names: Sequence[str]) -> None:
@@ -111,6 +163,12 @@ def restart_node(life: Lifecycle, name: str, node: str) -> View:
             folder.append(make_move(record.nodes[node], N.STOPPING, RESTARTED))
             folder.save(record)
     kept = record.nodes[node]
+    platform, handle = life.platform(record), handle_of(record)
+    if platform and handle:
+        told = (view.live.get("nodes") or {}).get(node) or {}
+        platform.renew(handle, node, told, life.host_of(record))
+        life.forget_answers(folder)
+        return life.settle(folder)
     _let_go(life, folder, record, [node])
     with folder.lock():
         record = folder.record()
@@ -148,6 +206,12 @@ def join(life: Lifecycle, name: str, spec: ClusterSpec, command: dict[str, Any] 
     view = life.find(name)
     life.must_be_up(view)
     folder = view.folder
+    if life.platform(view.record):
+        raise UsageError(
+            f"nobody can join `{name}`",
+            because=f"`{view.record.site}` makes its nodes",
+            hint=f"heliostat scale {name} N; heliostat submit {name} -- python script.py runs a script",
+        )
     if planning.spec_of(view.record).machines:
         raise UsageError(
             f"which machine joins `{name}`?",

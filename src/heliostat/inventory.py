@@ -1,4 +1,5 @@
-"""What is here to make clusters of, without asking any other machine: a scheduler, hosts in the ssh configuration, GPUs.
+"""What is here to make clusters of, without asking any other machine: a scheduler, a kubeconfig, hosts in the ssh configuration,
+GPUs.
 
 And the first `heliostat.yaml` for it.
 """
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from heliostat import backends
+from heliostat.backends._kube_api import kube_contexts
 from heliostat.errors import HeliostatError, UsageError
 from heliostat.script import split
 from heliostat.spec import DEFAULT_RAY, NAME, Host
@@ -23,6 +25,7 @@ ASK_S = 10.0
 ORDER = ("slurm", "pbs", "kubernetes", "ssh", "local")  # the most capable first
 DEEPEST = 8  # configuration files that take in each other
 MOST_HOSTS = 64
+MOST_CONTEXTS = 8
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,9 @@ class Found:
     hosts: tuple[str, ...] = ()
     gates: tuple[str, ...] = ()
     gpus: tuple[str, ...] = field(default=())
+    context: str | None = None  # of the kubeconfig
+    contexts: tuple[str, ...] = ()
+    namespace: str | None = None
 
 
 def look(here: Transport, home: Path, environ: Mapping[str, str] = os.environ) -> Found:
@@ -50,9 +56,10 @@ def look(here: Transport, home: Path, environ: Mapping[str, str] = os.environ) -
     # `qsub` alone says nothing: Grid Engine has one too
     if (version := _said(here, ["qstat", "--version"])) and "pbs_version" in version.lower():
         sites["pbs"] = version
-    config = Path(environ.get("KUBECONFIG") or home / ".kube" / "config")
-    if config.is_file():
-        sites["kubernetes"] = str(config)
+    context, contexts = kube_contexts(environ.get("KUBECONFIG") or str(home / ".kube" / "config"))
+    namespace = contexts.get(context or "")
+    if context:
+        sites["kubernetes"] = f"the context {context}" + (f", namespace {namespace}" if namespace else "")
     hosts, gates = ssh_hosts(home / ".ssh" / "config")
     if hosts:
         sites["ssh"] = f"{count(len(hosts), 'host')} in ~/.ssh/config"
@@ -60,7 +67,9 @@ def look(here: Transport, home: Path, environ: Mapping[str, str] = os.environ) -
     sites["local"] = f"this computer, {count(os.cpu_count() or 1, 'CPU')}, {count(len(gpus), 'GPU')}"
     known = {site: sites[site] for site in ORDER if site in sites and site in backends.names()}
     unique = tuple(dict.fromkeys(partitions))
-    return Found(known, partition, unique, tuple(hosts), tuple(gates), tuple(gpus))
+    return Found(
+        known, partition, unique, tuple(hosts), tuple(gates), tuple(gpus), context, tuple(contexts), namespace
+    )
 
 
 def _said(here: Transport, argv: list[str]) -> str:
@@ -126,6 +135,7 @@ def choose(found: Found, wanted: str | None) -> str:
             "ssh": "~/.ssh/config names no host",
             "slurm": "`sbatch` does not answer on this machine",
             "pbs": "`qstat` of PBS does not answer on this machine",
+            "kubernetes": "no kubeconfig has a current context: $KUBECONFIG, else ~/.kube/config",
         }
         raise UsageError(
             f"nothing of `{wanted}` is found here",
@@ -138,6 +148,8 @@ def choose(found: Found, wanted: str | None) -> str:
 def write_up(found: Found, site: str, folder: str) -> str:
     """The text of the first file."""
     name = re.sub(r"[^A-Za-z0-9]+", "-", folder).strip("-")[:40].strip("-")
+    if site == "kubernetes":
+        name = name.lower().lstrip("-0123456789")  # it becomes part of host names
     name = name if NAME.fullmatch(name) else site
     lines = [
         "# What `heliostat up` starts, and `heliostat run SCRIPT.py` for one script. All keys: heliostat schema",
@@ -148,6 +160,8 @@ def write_up(found: Found, site: str, folder: str) -> str:
         lines += _hosts(found)
     else:
         lines.append(_line("nodes: 1" if site == "local" else "nodes: 2", "in all, the head included"))
+    if site == "kubernetes":
+        return "\n".join([*lines, *_kubernetes(found)]) + "\n"
     if site == "local" and found.gpus:
         lines.append(_line(f"gpus_per_node: {len(found.gpus)}", ", ".join(dict.fromkeys(found.gpus))))
     if site == "slurm" and found.partition:
@@ -175,7 +189,7 @@ def write_up(found: Found, site: str, folder: str) -> str:
 
 
 def _line(text: str, comment: str) -> str:
-    return f"{text:<34} # {comment}" if comment else text
+    return f"{text:<34} # {' '.join(comment.split())}" if comment else text
 
 
 def _plain(word: str) -> str:
@@ -191,6 +205,29 @@ def _where(found: Found, site: str) -> str:
     others = [other for other in found.sites if other != site]
     also = f"; also found here: {', '.join(others)}" if others else ""
     return f"where the machines come from{also}"
+
+
+def _kubernetes(found: Found) -> list[str]:
+    others = [other for other in found.contexts if other != found.context]
+    also = f"; others there: {', '.join(others[:MOST_CONTEXTS])}" if others else ""
+    namespace = found.namespace or "default"
+    return [
+        _line("cpus_per_node: 2", "of each pod: what it asks for, and what it gets at most"),
+        _line("memory_per_node: 4G", "a third of it for Ray's objects"),
+        _line("# gpus_per_node: 1", "nvidia.com/gpu; other vendors: kubernetes: {gpu: amd.com/gpu}"),
+        _line("# autoscale: {min: 0, max: 8}", "workers come and go with the work"),
+        "kubernetes:",
+        _line(f"  context: {_plain(found.context or '')}", f"your kubeconfig's current one{also}"),
+        _line(
+            f"  {'' if found.namespace else '# '}namespace: {_plain(namespace)}",
+            "the context's own" if found.namespace else "the context names none",
+        ),
+        _line(f"  # image: rayproject/ray:{DEFAULT_RAY}", "with your own packages, pods start sooner"),
+        _line("  # volumes: ['my-claim:/data']", "files that outlive the pods"),
+        "# environment:",
+        _line("#   requirements: requirements.txt", "installed in each pod as it starts"),
+        _line('# time: "4:00:00"', "how long a `run` may take"),
+    ]
 
 
 def _hosts(found: Found) -> list[str]:

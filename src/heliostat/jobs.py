@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import time
@@ -19,11 +20,13 @@ from heliostat.report import run_job
 from heliostat.script import quote
 from heliostat.states import TERMINAL
 from heliostat.store import ClusterFolder
+from heliostat.telling import handle_of
 
 if TYPE_CHECKING:
     from heliostat.spec import ClusterSpec
     from heliostat.transport import Transport
 
+RUN = "run"  # the id of the command of a `run`
 PATIENCE_S = 30.0  # so long may a head be silent before a job that is waited for is given up
 
 
@@ -155,6 +158,8 @@ class Jobs:
         detach: bool = False,
     ) -> int:
         """A cluster for one command: start it, run it when the nodes are there, stream, release; its exit code."""
+        if not backends.load(spec.on).starts_ray:
+            return self._run_as_job(spec, command, write, detach)
         place = ClusterFolder(self.life.store.clusters / spec.cluster_name)
         tail = Tail(self.life.host, place, write)
         view = None
@@ -181,6 +186,57 @@ class Jobs:
             if view:
                 self.life.give_up(view.folder, "nobody reads its output any more")
             raise
+
+    def _run_as_job(
+        self, spec: ClusterSpec, command: dict[str, Any], write: Callable[[str, bytes], None], detach: bool
+    ) -> int:
+        """Where no agent of ours runs, the command is a job of Ray's, in an uploaded copy of this folder."""
+        name, life = spec.cluster_name, self.life
+        view = life.up(spec, command={**command, "detached": detach})
+        folder, record = view.folder, view.record
+        kept = folder.logs / f"{RUN}.out"
+
+        def tee(chunk: bytes) -> None:
+            with contextlib.suppress(OSError), open(kept, "ab") as stream:
+                stream.write(chunk)
+            write("out", chunk)
+
+        try:
+            job = self.submit(name, command["argv"], here=True, job_id=RUN)
+            platform, handle = life.platform(record), handle_of(record)
+            if platform and handle:
+                platform.started_job(handle, job, life.host_of(record))
+            if detach:
+                return 0
+            code = self.wait(name, job, tee)
+            self._ended(folder, code)
+            life.release(folder)
+            return code
+        except KeyboardInterrupt:
+            life.interrupted(folder, last_look=bool, first=lambda: self._stop_run(name, kept, tee))
+            raise
+        except (HeliostatError, OSError) as error:
+            life.give_up(
+                folder,
+                "given up" if isinstance(error, HeliostatError) else "nobody reads its output any more",
+            )
+            raise
+
+    def _ended(self, folder: ClusterFolder, code: int) -> None:
+        with contextlib.suppress(DiskError, NotFoundError), folder.lock():
+            record = folder.record()
+            record.exit_code = code
+            folder.save(record)
+
+    def _stop_run(self, name: str, kept: Path, tee: Callable[[bytes], None]) -> None:
+        """Ray gives a job that is stopped a few seconds after SIGTERM: what it says in that time is shown."""
+        with contextlib.suppress(HeliostatError):
+            api = self.life.api(self.life.find(name))
+            api.stop(RUN)
+            skip = kept.stat().st_size if kept.exists() else 0
+            for chunk in api.output(RUN):
+                tee(chunk[skip:]) if len(chunk) > skip else None
+                skip = max(0, skip - len(chunk))
 
     def follow(self, folder: ClusterFolder, write: Callable[[str, bytes], None], job_id: str = "run") -> int:
         """The output of a command as it comes (stream name, bytes), to its end; then its exit code."""

@@ -22,6 +22,7 @@ from heliostat.events import Event
 from heliostat.looking import View, alike
 from heliostat.states import TERMINAL, ClusterState, NodeState
 from heliostat.store import ClusterFolder, NodeRecord, Record, read_json, write_atomic
+from heliostat.telling import handle_of
 from heliostat.units import format_duration
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ class Lifecycle(Ending):
 
         name = spec.cluster_name
         host = self.host_for(spec.sites.get(spec.on, {}))
-        self.plan(spec, command=command)  # whatever cannot be done is said before anything is
+        _, plan = self.plan(spec, command=command)  # whatever cannot be done is said before anything is
         if backends.load(spec.on).shares_files:
             environment.prepare(spec, self.store, host, self.emit)
         mine = False
@@ -62,6 +63,8 @@ class Lifecycle(Ending):
                     if folder is None:
                         folder = self._create(spec, command)
                         mine = True
+                        for note in plan.notes:
+                            self.emit(Event("note", note))
                         break
                 except FileExistsError:
                     self._check_record(name)
@@ -113,7 +116,10 @@ class Lifecycle(Ending):
 
         record = view.record
         mine = command is None and record.kind == "up" and record.target == "up"
-        if mine and record.spec == planning.spec_json(spec):
+        said = planning.spec_json(spec)
+        # one that was put away may have been scaled before: it comes back as it was
+        same = _sizeless if view.state is ClusterState.SUSPENDED else dict
+        if mine and same(record.spec) == same(said):
             return
         age = format_duration(max(0.0, time.time() - record.created))
         because = f"a cluster of that name on `{record.site}` is {view.state}, started {age} ago"
@@ -160,15 +166,16 @@ class Lifecycle(Ending):
     def adopt(self, spec: ClusterSpec) -> ClusterFolder | None:
         """A cluster of this name that runs on the spec's machines while its record is not here: it was started from another
         machine, or this one was set up anew. None: there is none."""
-        if not spec.machines:
+        backend = backends.load(spec.on)
+        if backend.starts_ray and not spec.machines:
             return None
-        found = backends.load(spec.on).strays(None, spec, self.host)
+        found = backend.strays(None, spec, self.host)
         if not found:
             return None
         head, name = found[0].detail, spec.cluster_name
         self.emit(Event("note", f"`{name}` runs on its machines, and is not on record here: taking it over"))
         files = {}
-        if spec.security.auth == "token":
+        if spec.security.auth == "token" and "ssh" in head:
             from heliostat.ssh import far
 
             files["token"] = far(head["ssh"]).read(Path(head["folder"]) / "token")
@@ -178,8 +185,9 @@ class Lifecycle(Ending):
             record.created, record.kind = float(head["since"]), head["kind"]
             record.launches = max(int(handle.detail["launch"]) for handle in found)
             for handle in found:
-                node = record.nodes.setdefault(handle.nodes[0], NodeRecord(handle.nodes[0], "worker"))
-                node.handle, node.launch = handle.native_id, int(handle.detail["launch"])
+                for name in handle.nodes:
+                    node = record.nodes.setdefault(name, NodeRecord(name, "worker"))
+                    node.handle, node.launch = handle.native_id, int(handle.detail["launch"])
                 record.handles.append(handle.to_json())
             folder.save(record)
         return folder
@@ -232,6 +240,8 @@ class Lifecycle(Ending):
             return
         with folder.lock():
             record = folder.record()
+            if self._left_to_platform(folder, record):
+                return
             missing = [m for m in planning.members_of(record) if _is_missing(record.nodes[m.name])]
             if not missing or record.target != "up":
                 return
@@ -257,6 +267,21 @@ class Lifecycle(Ending):
                     (folder.path / "nodes" / f"{member.name}.json").unlink(missing_ok=True)
             self.launch(folder, record, order, plan)
 
+    def _left_to_platform(self, folder: ClusterFolder, record: Record) -> bool:
+        """A platform that was asked once makes every node, and puts others in the place of those that end: we only look
+        anew at what had failed, and bring back what was put away."""
+        platform, handle = self.platform(record), handle_of(record)
+        if platform is None or handle is None:
+            return False
+        if any(node.state is N.SUSPENDED for node in record.nodes.values()):
+            self.emit(Event("note", f"bringing `{record.name}` back"))
+            platform.keep(handle, self.host_of(record), away=False)
+        for node in [node for node in record.nodes.values() if node.state in TERMINAL]:
+            record.nodes[node.name] = replace(node, state=N.REQUESTED, reason="", since=time.time())
+        folder.save(record)
+        self.forget_answers(folder)
+        return True
+
     def launch(self, folder: ClusterFolder, record: Record, order: Order, plan: Plan) -> None:
         """Writes the plan's files and starts its steps; each handle is on record the moment it exists. Under the lock."""
         backend, mirror = backends.load(record.site), self.mirror(folder, record)
@@ -277,6 +302,7 @@ class Lifecycle(Ending):
             mirror.push([*scripts, *self._for_elsewhere(folder, mirror.place, order)])
         for handle in backend.launch(plan, order, self.host_of(record)):
             record.handles.append(handle.to_json())
+            self._ended.discard(handle.native_id)  # one with that name may have ended before
             for node in handle.nodes:
                 record.nodes[node].handle = handle.native_id
             folder.save(record)
@@ -301,7 +327,7 @@ class Lifecycle(Ending):
         from heliostat import planning
 
         deadline = time.monotonic() + UP_S
-        need = None
+        need, last = None, ""
         while True:
             try:
                 view = self.look(folder)
@@ -319,6 +345,9 @@ class Lifecycle(Ending):
                 )
             need = need or (planning.spec_of(record).min_nodes or len(planning.members_of(record)))
             head = next(node for node in record.nodes.values() if node.role == "head")
+            telling = self.telling(folder, record)
+            if telling and telling.refusal:
+                raise telling.refusal
             if view.run and view.run.get("started"):
                 return view  # a short command may have come and gone between two looks
             if head.state in TERMINAL:
@@ -333,8 +362,10 @@ class Lifecycle(Ending):
                     return view
                 if not on_the_way:
                     raise self._partly(view, need)
-            if view.state is ClusterState.QUEUED:
-                deadline = time.monotonic() + UP_S
+            words = in_words(record.nodes.values())
+            if view.state is ClusterState.QUEUED or (words != last and self.platform(record)):
+                deadline = time.monotonic() + UP_S  # a platform that has news is getting on
+            last = words
             if time.monotonic() > deadline:
                 names = ", ".join(f"{n.name} {n.state} {n.reason}".strip() for n in on_the_way)
                 raise DeadlineError(
@@ -345,7 +376,7 @@ class Lifecycle(Ending):
             self.emit(
                 Event(
                     "progress",
-                    f"{view.alive()} of {need} nodes alive; {in_words(record.nodes.values())}",
+                    f"{view.alive()} of {need} nodes alive; {words}",
                     None,
                     {"alive": view.alive(), "of": len(record.nodes)},
                 )
@@ -391,9 +422,15 @@ class Lifecycle(Ending):
         return self.up(spec)
 
 
+def _sizeless(said: Mapping[str, Any]) -> dict[str, Any]:
+    """A spec without how many nodes it asks for."""
+    groups = {name: {**group, "nodes": None} for name, group in (said.get("groups") or {}).items()}
+    return {**said, "nodes": None, "groups": groups}
+
+
 def _is_missing(node: NodeRecord) -> bool:
     lost = node.state is N.LOST and node.role != "head"
-    return node.handle is None or node.state in TERMINAL or lost
+    return node.handle is None or node.state in (*TERMINAL, N.SUSPENDED) or lost
 
 
 def in_words(nodes: Iterable[NodeRecord]) -> str:

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from heliostat import backends
-from heliostat.backends.base import Backend, Handle, Observation, Order, Plan
+from heliostat.backends.base import Backend, Handle, Observation, Order, Plan, Platform
 from heliostat.errors import DeadlineError, DiskError, HeliostatError, NotFoundError
 from heliostat.events import Emit, Event
 from heliostat.states import TERMINAL, ClusterState, NodeState, check_move
 from heliostat.store import ClusterFolder, NodeRecord, Record, Store
+from heliostat.telling import DEMAND, Telling, believe, handle_of, newcomers
 from heliostat.transport import Local, Transport
 
 if TYPE_CHECKING:
@@ -133,6 +134,7 @@ class Looking:
         self.host: Transport = host or Local()
         self._asked: dict[Path, _Asked] = {}
         self._mirrors: dict[str, Mirror] = {}  # by the cluster's id: its name may come back
+        self._tellings: dict[str, Telling] = {}
         self._at_home: set[str] = set()  # clusters whose files have come here for good
         self._ended: set[str] = set()  # handles that were seen to end
 
@@ -180,9 +182,27 @@ class Looking:
         """Brings the files of a cluster that lies elsewhere up to date, with the logs of this node. Silence is told by
         whoever asks the site."""
         with contextlib.suppress(HeliostatError, OSError, ValueError):
-            mirror = self.mirror(folder, record or folder.record(), node)
+            record = record or folder.record()
+            mirror, telling = self.mirror(folder, record, node), self.telling(folder, record)
             if mirror:
                 mirror.pull(node)
+            if telling:
+                telling.pull(record, node)
+
+    def telling(self, folder: ClusterFolder, record: Record) -> Telling | None:
+        """Where the platform starts Ray: what it tells of a cluster that is not over. None: our own agents do."""
+        backend, handle = backends.load(record.site), handle_of(record)
+        ended = folder.path.parent == self.store.ended or (handle and handle.native_id in self._ended)
+        if backend.starts_ray or ended:
+            return None
+        if record.id not in self._tellings:
+            self._tellings[record.id] = Telling(folder, cast("Platform", backend), self.host_of(record))
+        return self._tellings[record.id]
+
+    def platform(self, record: Record) -> Platform | None:
+        """The site, where it starts Ray itself."""
+        backend = backends.load(record.site)
+        return None if backend.starts_ray else cast("Platform", backend)
 
     def ask(self, folder: ClusterFolder, request: dict[str, Any]) -> None:
         """Leaves a request for the head's agent."""
@@ -191,7 +211,8 @@ class Looking:
     def place_for(self, spec: ClusterSpec, mark: str) -> ClusterFolder:
         """Where the agents find the cluster's folder."""
         host = self.host_for(spec.sites.get(spec.on, {}))
-        if host is self.host and backends.load(spec.on).shares_files:
+        backend = backends.load(spec.on)
+        if host is self.host and (backend.shares_files or not backend.starts_ray):
             return ClusterFolder(self.store.clusters / spec.cluster_name)
         from heliostat.mirror import PLACE
 
@@ -247,11 +268,14 @@ class Looking:
         ]
         self.refresh(folder, record=record)
         live = folder.state()
+        platform = self.platform(record) is not None
+        if platform and record.target == "up":
+            record.nodes.update({node.name: node for node in newcomers(record, live.get("nodes") or {})})
         seen = self._observe(backend, folder, record, open_handles, live)
         moves = []
         shared = {h.native_id for h in handles if len(h.nodes) > 1}
         for node in record.nodes.values():
-            move = self._judge_one(folder, record, node, seen, live, node.handle not in shared)
+            move = self._judge_one(folder, record, node, seen, live, node.handle not in shared, platform)
             if move:
                 moves.append(move)
         self._forget_guests(record)
@@ -261,8 +285,12 @@ class Looking:
         if over:
             ended = live.get("ended") or {}
             record.ended = float(ended.get("at") or time.time())
-            record.reason = record.reason or str(ended.get("reason", ""))
-            record.exit_code = (live.get("job") or {}).get("exit_code", record.exit_code)
+            last = next((n.reason for n in record.nodes.values() if n.role == "head" and platform), "")
+            record.reason = record.reason or str(ended.get("reason", "")) or last
+            said = next((one.words["exit_code"] for one in seen.values() if "exit_code" in one.words), None)
+            record.exit_code = (live.get("job") or {}).get(
+                "exit_code", said if said is not None else record.exit_code
+            )
         if moves and save:
             self._write_moves(folder, record, moves)
         self._tell_warning(folder, record, live.get("warned") or {})
@@ -331,6 +359,8 @@ class Looking:
     def forget_answers(self, folder: ClusterFolder, ended: Iterable[Handle] = ()) -> None:
         """We have just changed something: what the site said before is not true any more. ended: seen to be gone."""
         self._asked.pop(folder.path, None)
+        for telling in self._tellings.values():
+            telling.again()
         self._ended.update(handle.native_id for handle in ended)
 
     def _judge_one(
@@ -341,6 +371,7 @@ class Looking:
         seen: dict[str, Observation],
         live: dict[str, Any],
         alone: bool,
+        platform: bool,
     ) -> dict[str, Any] | None:
         if node.state in TERMINAL or node.handle is None:
             return None
@@ -353,9 +384,10 @@ class Looking:
         )  # a head that is gone knows nothing any more
         told = table.get(node.name) or {}
         words = dict(observation.words)
-        if not words and needs_words(node, observation, told):
+        if not words and needs_words(node, observation, told) and not platform:
             words = folder.last_words(node.name)
-        state, reason, since = judge(node, observation, told, words, wanted, alone)
+        believed = believe(node, told) if platform and observation.state is N.ALLOCATED else None
+        state, reason, since = believed or judge(node, observation, told, words, wanted, alone)
         if state is N.FAILED and not words:  # what failed came before our agent
             # a batch job's own log is named by its id, or in its handle
             named = [h["detail"].get("log") for h in record.handles if h["native_id"] == node.handle]
@@ -398,7 +430,9 @@ class Looking:
             with folder.lock():
                 fresh = folder.record()
                 for move in moves:
-                    if fresh.nodes.get(move["node"]) and fresh.nodes[move["node"]].state == move["from"]:
+                    known, mine = fresh.nodes.get(move["node"]), record.nodes.get(move["node"])
+                    came = known is None and mine is not None and mine.guest == DEMAND
+                    if came or (known and known.state == move["from"]):
                         folder.append(move)
                         if move["node"] in record.nodes:
                             fresh.nodes[move["node"]] = record.nodes[move["node"]]
@@ -423,9 +457,8 @@ class Looking:
 
     def must_be_up(self, view: View) -> None:
         if view.address is None or view.record.is_over():
-            because = view.record.reason or "; ".join(
-                n.reason for n in view.record.nodes.values() if n.reason
-            )
+            reasons = dict.fromkeys(n.reason for n in view.record.nodes.values() if n.reason)
+            because = view.record.reason or "; ".join(reasons)
             raise HeliostatError(
                 f"`{view.record.name}` is {view.state}, so it cannot be used",
                 because=because,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from heliostat import backends
@@ -13,6 +14,7 @@ from heliostat.transport import Completed, at_once
 
 if TYPE_CHECKING:
     from heliostat.lifecycle import Lifecycle
+    from heliostat.store import NodeRecord
 
 
 def run(life: Lifecycle, name: str, argv: Sequence[str], node: str | None = None) -> dict[str, Completed]:
@@ -34,5 +36,12 @@ def run(life: Lifecycle, name: str, argv: Sequence[str], node: str | None = None
         except HeliostatError as error:
             return Completed(tuple(argv), 255, "", f"{error.what}: {error.because}\n")
 
-    done = at_once(lambda n: one(n.name, handles[str(n.handle)]), there)
+    def way(n: NodeRecord) -> Handle:
+        handle = handles[str(n.handle)]
+        if backend.starts_ray:
+            return handle
+        told = (view.live.get("nodes") or {}).get(n.name) or {}
+        return replace(handle, detail={**handle.detail, "told": told})  # which of its machines it is
+
+    done = at_once(lambda n: one(n.name, way(n)), there)
     return dict(zip([n.name for n in there], done, strict=True))

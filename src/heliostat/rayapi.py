@@ -54,6 +54,8 @@ class RayApi:
             raise self._no_answer(error) from None
         finally:
             connection.close()
+        if status in (502, 503, 504):  # somebody between us and the head
+            raise self._no_answer(ConnectionError(f"{method} {path} answered {status}"))
         if status in (401, 403):
             raise HeliostatError(
                 f"the cluster `{self.name}` does not let us in",
@@ -118,6 +120,15 @@ class RayApi:
                 }
             )
         return found
+
+    def log(self, ip: str, name: str) -> bytes:
+        """A whole log file of the node with this address; nothing where it has none of that name."""
+        query = urlencode({"node_ip": ip, "filename": name, "lines": -1})
+        try:
+            status, content = self._call("GET", f"/api/v0/logs/file?{query}", timeout=60)
+        except HeliostatError:
+            return b""
+        return content if status == 200 else b""
 
     # -- jobs
 

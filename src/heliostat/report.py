@@ -18,11 +18,13 @@ def status(life: Lifecycle, name: str) -> dict[str, Any]:
     told = view.live.get("nodes") or {}
     ray_nodes: dict[str, dict[str, Any]] = {}
     jobs = [run_job(view.run)] if view.run else []
-    problem = ""
+    telling = life.telling(view.folder, record)
+    problem = str(telling.refusal or "") if telling else ""
     if view.address and not record.is_over():
         try:
             api = life.api(view)
-            ray_nodes = {node["name"]: node for node in api.nodes()}
+            for node in api.nodes():  # one that a platform started has no name of ours
+                ray_nodes[node["name"]] = ray_nodes[node["ip"]] = node
             jobs += [job for job in api.jobs() if job["kind"] == "job" or job["status"] not in FINAL]
         except HeliostatError as error:
             problem = str(error)
@@ -40,8 +42,9 @@ def status(life: Lifecycle, name: str) -> dict[str, Any]:
         "idle_s": pulse.get("idle_s"),
         "problem": problem,
         "nodes": [
-            _node(node, told.get(node.name, {}), ray_nodes.get(node.name, {}))
+            _node(node, words, ray_nodes.get(node.name) or ray_nodes.get(str(words.get("ip"))) or {})
             for node in record.nodes.values()
+            for words in [told.get(node.name, {})]
         ],
         "jobs": [{key: job[key] for key in keys} for job in jobs],
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -193,7 +194,8 @@ class Autoscale(Model):
     """Nodes come and go with Ray's demand."""
 
     min: Count = Field(0, ge=0, description="worker nodes that stay")
-    max: Count = Field(..., ge=1, description="worker nodes at most")
+    max: Count = Field(..., ge=1, description="worker nodes at most; of each group that says nothing else")
+    idle: Seconds = Field(60, gt=0, description="a node goes after so long without work")
 
     @model_validator(mode="after")
     def _order(self) -> Autoscale:
@@ -205,7 +207,9 @@ class Autoscale(Model):
 class Group(Model):
     """Worker nodes of one kind."""
 
-    nodes: Count = Field(1, ge=0, le=100_000, description="how many")
+    nodes: Count = Field(1, ge=0, le=100_000, description="how many; with `autoscale`: to begin with")
+    min: Count | None = Field(None, ge=0, description="with `autoscale`: nodes that stay")
+    max: Count | None = Field(None, ge=1, description="with `autoscale`: nodes at most")
     cpus: Count | None = Field(None, ge=0, description="CPUs that Ray may use on each")
     gpus: Count | None = Field(None, ge=0, description="GPUs on each")
     memory: Bytes | None = Field(None, gt=0, description="memory that Ray may use on each")
@@ -216,6 +220,12 @@ class Group(Model):
     )
 
     _labels = field_validator("labels")(lambda labels: check_labels(labels))
+
+    @model_validator(mode="after")
+    def _order(self) -> Group:
+        if self.min is not None and self.max is not None and self.min > self.max:
+            raise ValueError(f"min ({self.min}) is more than max ({self.max})")
+        return self
 
 
 class Head(Model):
@@ -345,6 +355,11 @@ class ClusterSpec(Model):
         return self.hosts if self.on == LISTED else ()
 
     @property
+    def elastic(self) -> bool:
+        """Some of its nodes come and go with Ray's demand."""
+        return self.autoscale is not None or any(group.max is not None for group in self.kinds.values())
+
+    @property
     def kinds(self) -> dict[str, Group]:
         """The groups, on sites that give machines."""
         return {} if self.machines else self.groups
@@ -376,8 +391,43 @@ class Member(Model):
 
 
 def members(spec: ClusterSpec) -> list[Member]:
-    """The nodes of the cluster, head first, with what each may use."""
-    return [head_member(spec), *worker_members(spec, spec.nodes - 1)]
+    """The nodes of the cluster, head first, with what each may use. Those that come and go with demand are not among them."""
+    return [
+        head_member(spec),
+        *worker_members(spec, spec.autoscale.min if spec.autoscale else spec.nodes - 1),
+    ]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Worker nodes of one kind: so many to begin with, `least` that stay, `most` that may come."""
+
+    name: str | None  # the group's
+    first: int
+    least: int
+    most: int
+    member: Member  # what each of them may use
+
+
+def worker_kinds(spec: ClusterSpec) -> list[Kind]:
+    """The workers as one who makes machines by kind wants them."""
+    least, most = (spec.autoscale.min, spec.autoscale.max) if spec.autoscale else (None, None)
+    if not spec.kinds:
+        given = spec.nodes - 1 if "nodes" in spec.model_fields_set or least is None else least
+        return [_kind(None, given, least, most, worker_members(spec.model_copy(update={"nodes": 2}), 1)[0])]
+    found = []
+    for name, group in spec.kinds.items():
+        one = spec.model_copy(update={"groups": {name: group.model_copy(update={"nodes": 1, "min": 1})}})
+        low, high = _first(group.min, least), _first(group.max, most)
+        found.append(_kind(name, group.nodes, low, high, worker_members(one, 1)[0]))
+    return found
+
+
+def _kind(name: str | None, given: int, least: int | None, most: int | None, member: Member) -> Kind:
+    if most is None:
+        return Kind(name, given, given, given, member)
+    low = least or 0
+    return Kind(name, max(low, min(given, most)), low, most, member)
 
 
 def hosts(spec: ClusterSpec) -> list[Host]:
@@ -436,8 +486,15 @@ def worker_members(spec: ClusterSpec, count: int) -> list[Member]:
             resources=group.resources,
         )
         for name, group in spec.kinds.items()
-        for i in range(1, group.nodes + 1)
+        for i in range(1, _steady(spec, group) + 1)
     ]
+
+
+def _steady(spec: ClusterSpec, group: Group) -> int:
+    """How many of the group stay, whatever the demand."""
+    if spec.autoscale is None and group.max is None:
+        return group.nodes
+    return int(_first(group.min, spec.autoscale.min if spec.autoscale else 0))
 
 
 def _first(*values: Any) -> Any:

@@ -16,6 +16,7 @@ class NodeState(str, Enum):
     STOPPING = "STOPPING"  # told to end
     GONE = "GONE"  # ended, and nothing of it is left
     FAILED = "FAILED"  # ended without being asked to
+    SUSPENDED = "SUSPENDED"  # put away by `down --keep`: nothing of it runs, and `up` brings it back
     UNKNOWN = "UNKNOWN"  # the other party does not answer, or says a word that we do not know
 
     def __str__(self) -> str:
@@ -27,19 +28,32 @@ N = NodeState
 TRANSITIONS: dict[NodeState, frozenset[NodeState]] = {
     # a request is answered with a place in the queue, a machine, or a refusal; `local` skips the queue
     N.REQUESTED: frozenset(
-        {N.QUEUED, N.ALLOCATED, N.STARTING, N.READY, N.LOST, N.STOPPING, N.FAILED, N.GONE, N.UNKNOWN}
+        {
+            *(N.QUEUED, N.ALLOCATED, N.STARTING, N.READY, N.LOST),
+            *(N.STOPPING, N.SUSPENDED, N.FAILED, N.GONE, N.UNKNOWN),
+        }
     ),
     # the agent, or Ray, may have started, and even fallen silent, between two looks
-    N.QUEUED: frozenset({N.ALLOCATED, N.STARTING, N.READY, N.LOST, N.STOPPING, N.FAILED, N.GONE, N.UNKNOWN}),
+    N.QUEUED: frozenset(
+        {N.ALLOCATED, N.STARTING, N.READY, N.LOST, N.STOPPING, N.SUSPENDED, N.FAILED, N.GONE, N.UNKNOWN}
+    ),
     # a scheduler may take a machine back and queue the job again
-    N.ALLOCATED: frozenset({N.QUEUED, N.STARTING, N.READY, N.LOST, N.STOPPING, N.FAILED, N.GONE, N.UNKNOWN}),
-    N.STARTING: frozenset({N.QUEUED, N.READY, N.LOST, N.STOPPING, N.FAILED, N.GONE, N.UNKNOWN}),
+    N.ALLOCATED: frozenset(
+        {N.QUEUED, N.STARTING, N.READY, N.LOST, N.STOPPING, N.SUSPENDED, N.FAILED, N.GONE, N.UNKNOWN}
+    ),
+    N.STARTING: frozenset({N.QUEUED, N.READY, N.LOST, N.STOPPING, N.SUSPENDED, N.FAILED, N.GONE, N.UNKNOWN}),
     # READY -> QUEUED is a requeue; READY -> STARTING is a node that was started anew under its name
-    N.READY: frozenset({N.QUEUED, N.STARTING, N.LOST, N.STOPPING, N.FAILED, N.GONE, N.UNKNOWN}),
+    N.READY: frozenset({N.QUEUED, N.STARTING, N.LOST, N.STOPPING, N.SUSPENDED, N.FAILED, N.GONE, N.UNKNOWN}),
     # a cable that is plugged in again, a requeue after a power failure, or the end
-    N.LOST: frozenset({N.QUEUED, N.STARTING, N.READY, N.STOPPING, N.FAILED, N.GONE, N.UNKNOWN}),
+    N.LOST: frozenset({N.QUEUED, N.STARTING, N.READY, N.STOPPING, N.SUSPENDED, N.FAILED, N.GONE, N.UNKNOWN}),
     # ended for a while: a scheduler that took the machines back queues the job again under its name
-    N.STOPPING: frozenset({N.QUEUED, N.ALLOCATED, N.STARTING, N.READY, N.GONE, N.FAILED, N.UNKNOWN}),
+    N.STOPPING: frozenset(
+        {N.QUEUED, N.ALLOCATED, N.STARTING, N.READY, N.SUSPENDED, N.GONE, N.FAILED, N.UNKNOWN}
+    ),
+    # brought back, it begins anew
+    N.SUSPENDED: frozenset(
+        {N.QUEUED, N.ALLOCATED, N.STARTING, N.READY, N.STOPPING, N.FAILED, N.GONE, N.UNKNOWN}
+    ),
     # silence ends with whatever is true by then
     N.UNKNOWN: frozenset(s for s in N if s not in (N.UNKNOWN, N.REQUESTED)),
     N.GONE: frozenset(),
@@ -65,6 +79,7 @@ class ClusterState(str, Enum):
     READY = "ready"
     PARTIAL = "partial"  # usable, with fewer nodes than asked for
     STOPPING = "stopping"
+    SUSPENDED = "suspended"
     ENDED = "ended"
     FAILED = "failed"
     UNKNOWN = "unknown"
@@ -83,6 +98,8 @@ def summary(nodes: Iterable[tuple[bool, NodeState]]) -> ClusterState:
         return ClusterState.FAILED if N.FAILED in states else ClusterState.ENDED
     if N.STOPPING in live:
         return ClusterState.STOPPING
+    if N.SUSPENDED in heads:
+        return ClusterState.SUSPENDED
     if any(state in TERMINAL or state is N.LOST for state in heads):
         return ClusterState.FAILED  # without a head there is no cluster, whatever still runs
     if N.READY in heads:

@@ -29,7 +29,8 @@ pytestmark = pytest.mark.needs_linux
 PYTHONPATH = os.pathsep.join(filter(None, (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH"))))
 
 
-@pytest.fixture(params=backends.names())
+# where the platform starts Ray, the same promises are kept in other ways: test_kubernetes.py, test_launcher.py
+@pytest.fixture(params=[site for site in backends.names() if backends.load(site).starts_ray])
 def world(
     request: pytest.FixtureRequest, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[World]:

@@ -22,9 +22,10 @@ FLOORS: dict[str, float] = {
     "agent": 0.5,
     # doors to the world
     **dict.fromkeys(
-        ("config", "script", "ssh", "transport", "store", "rayapi", "relay", "tunnel", "workdir"), 1
+        ("config", "rayyaml", "script", "ssh", "transport", "store", "rayapi", "relay", "tunnel", "workdir"),
+        1,
     ),
-    **dict.fromkeys(("mirror", "staging"), 1.5),  # they read and write, and know the store
+    **dict.fromkeys(("launching", "mirror", "staging"), 1.5),  # they read and write, and know the store
     "backends": 2,
     "elastic": 2,
     # where order is decided: what is true, the way back, the way there
@@ -34,6 +35,7 @@ FLOORS: dict[str, float] = {
     # the public Python API
     "api": 3.8,
     **dict.fromkeys(("doctor", "jobs"), 3.7),
+    "telling": 2.5,
     "planning": 2.5,  # what is to be done; decided there, done by whoever is above
     **dict.fromkeys(("environment", "inventory"), 2.7),
     **dict.fromkeys(("growth", "nodes", "report"), 3.5),
@@ -46,8 +48,9 @@ FRONT_DOOR = "__init__"  # heliostat/__init__.py: it gives out names of every fl
 
 AGENT_PYTHON = (3, 9)
 NEWER_THAN_AGENT_PYTHON = {"tomllib", "annotationlib", "compression"}
-# lines of code; a program that travels to every node has a reason for each of them (200 of these make environments)
-AGENT_LINES = 2700
+# lines of code; a program that travels to every node has a reason for each of them (200 of these make environments, 90 watch
+# the head of a cloud)
+AGENT_LINES = 2800
 
 
 @dataclass(frozen=True)

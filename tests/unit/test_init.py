@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -125,17 +126,82 @@ def test_a_qstat_is_not_always_that_of_pbs(
     assert ("pbs" in look(Machine(qsub="", qstat=said), tmp_path, {}).sites) == is_pbs
 
 
+KUBE = """
+current-context: arn:aws:eks:eu-west-1:1:cluster/lab
+contexts:
+- {name: "arn:aws:eks:eu-west-1:1:cluster/lab", context: {cluster: c, user: u, namespace: ml}}
+- {name: bare, context: {cluster: c, user: u}}
+"""
+
+
+def kubeconfig(folder: Path, text: str = KUBE) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config").write_text(text)
+    return str(folder / "config")
+
+
+def test_a_file_for_kubernetes(tmp_path: Path) -> None:
+    kubeconfig(tmp_path / ".kube")
+    machine = Machine()
+    found = look(machine, tmp_path, {})
+    assert list(found.sites) == ["kubernetes", "local"] and choose(found, None) == "kubernetes"
+    assert found.sites["kubernetes"] == "the context arn:aws:eks:eu-west-1:1:cluster/lab, namespace ml"
+    text = write_up(found, "kubernetes", "2. My Lab (É)")
+    assert "others there: bare" in text and "idle" not in text
+    spec = accepted(text, tmp_path)
+    assert (spec.cluster_name, spec.nodes) == ("my-lab", 2)
+    assert spec.sites["kubernetes"] == {"context": "arn:aws:eks:eu-west-1:1:cluster/lab", "namespace": "ml"}
+    assert "kubectl" not in machine.asked, "no other machine is asked"
+
+
+def test_a_context_without_a_namespace(tmp_path: Path) -> None:
+    text = "current-context: bare\ncontexts: [{name: bare, context: {cluster: c}}, {name: 'a\n\n b'}]\n"
+    found = look(Machine(), tmp_path, {"KUBECONFIG": kubeconfig(tmp_path, text)})
+    spec = accepted(write_up(found, "kubernetes", "12"), tmp_path)
+    assert spec.sites["kubernetes"] == {"context": "bare"} and spec.cluster_name == "kubernetes"
+
+
+def test_several_kubeconfigs(tmp_path: Path) -> None:
+    first = kubeconfig(
+        tmp_path / "a", "current-context: b\ncontexts: [{name: a, context: {namespace: one}}]\n"
+    )
+    second = kubeconfig(
+        tmp_path / "b",
+        "current-context: a\ncontexts: [{name: a, context: {namespace: two}}, {name: b, context: {namespace: three}}]\n",
+    )
+    both = os.pathsep.join(["", str(tmp_path / "nothing"), first, second])
+    found = look(Machine(), tmp_path, {"KUBECONFIG": both})
+    assert (found.context, found.namespace, found.contexts) == ("b", "three", ("a", "b"))
+    assert "kubernetes" not in look(Machine(), tmp_path, {"KUBECONFIG": first}).sites, (
+        "it has no such context"
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "[", "- 1", "a: b", "current-context: x\n", "current-context: x\ncontexts: 3\n", "\0"),
+        "current-context: [x]\ncontexts: [{name: [x]}, {}, 7]\n",
+    ],
+)
+def test_a_kubeconfig_that_says_nothing(tmp_path: Path, text: str) -> None:
+    found = look(Machine(), tmp_path, {"KUBECONFIG": kubeconfig(tmp_path, text)})
+    assert list(found.sites) == ["local"]
+    with pytest.raises(UsageError, match="nothing of `kubernetes` is found here") as caught:
+        choose(found, "kubernetes")
+    assert "KUBECONFIG" in caught.value.because
+
+
+def test_a_kubeconfig_that_is_no_file(tmp_path: Path) -> None:
+    for path in (str(tmp_path), str(tmp_path / "nothing"), "~nobody-of-this-name/x"):
+        assert "kubernetes" not in look(Machine(), tmp_path, {"KUBECONFIG": path}).sites
+
+
 def test_a_kubeconfig_counts_where_there_is_a_backend(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "k").write_text("")
-    monkeypatch.setattr(inventory.backends, "names", lambda: ["local", "kubernetes"])
-    assert list(look(Machine(), tmp_path, {"KUBECONFIG": str(tmp_path / "k")}).sites) == [
-        "kubernetes",
-        "local",
-    ]
     monkeypatch.setattr(inventory.backends, "names", lambda: ["local"])
-    assert list(look(Machine(), tmp_path, {"KUBECONFIG": str(tmp_path / "k")}).sites) == ["local"]
+    assert list(look(Machine(), tmp_path, {"KUBECONFIG": kubeconfig(tmp_path)}).sites) == ["local"]
 
 
 def test_a_site_that_is_not_here() -> None:
@@ -149,3 +215,11 @@ def test_a_site_that_is_not_here() -> None:
 @pytest.mark.parametrize("word", ["no", "12", "1e3", "on", "null", "a-b", "x@y", "long", "0x1f", "1:30"])
 def test_words_stay_words(word: str) -> None:
     assert yaml.safe_load(f"- {inventory._plain(word)}") == [word]
+
+
+EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_an_example_is_accepted(path: Path, tmp_path: Path) -> None:
+    assert accepted(path.read_text(), tmp_path).on == {"lab": "ssh"}.get(path.stem, path.stem)

@@ -97,7 +97,7 @@ def person(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     monkeypatch.chdir(place)
     for name, value in {"COLUMNS": "100", "TZ": "UTC", "HOME": str(tmp_path)}.items():
         monkeypatch.setenv(name, value)
-    for name in ("HELIOSTAT_DEBUG", "NO_COLOR", "USER_PORT_OFFSET"):
+    for name in ("HELIOSTAT_DEBUG", "NO_COLOR", "USER_PORT_OFFSET", "KUBECONFIG", "KUBERNETES_SERVICE_HOST"):
         monkeypatch.delenv(name, raising=False)
     time.tzset()
     made = Person(home, place)
@@ -303,6 +303,13 @@ def configured(person: Person) -> None:
     alone(person)
 
 
+def with_kubeconfig(person: Person) -> None:
+    (person.place.parent / ".kube").mkdir()
+    text = "current-context: lab\ncontexts: [{name: lab, context: {cluster: c, user: u, namespace: ml}}]\n"
+    (person.place.parent / ".kube" / "config").write_text(text)
+    configured(person)
+
+
 def alone(person: Person) -> None:
     cpus = os.cpu_count() or 1
     person.known[f"{cpus} CPU" + ("s" if cpus > 1 else "")] = "some CPUs"
@@ -375,6 +382,7 @@ CASES: dict[str, Case] = {
     "requirements-without-venv": case("up", with_file("environment: {requirements: r.txt}\n")),
     # environments
     "setup-no-hosts": case("setup --on ssh"),
+    "setup-kubernetes": case("setup --on kubernetes"),
     "setup-no-requirements": case("setup", with_file("environment: {venv: v, requirements: r.txt}\n")),
     "setup-no-wheels": case("setup", with_file("environment: {venv: v, wheels: w}\n")),
     "wheels-without-venv": case("setup", with_file("environment: {wheels: w}\n")),
@@ -389,6 +397,8 @@ CASES: dict[str, Case] = {
     "init": case("init", alone, PATH="/nowhere"),
     "init-hosts": case("init", configured, PATH="/nowhere"),
     "init-json": case("init --json --on ssh", configured, PATH="/nowhere"),
+    "init-kubeconfig": case("init", with_kubeconfig, PATH="/nowhere"),
+    "init-no-kubeconfig": case("init --on kubernetes", PATH="/nowhere"),
     "init-again": case("init", with_file("name: lab\n"), PATH="/nowhere"),
     "init-nothing-of-it": case("init --on slurm", PATH="/nowhere"),
     "init-unknown-site": case("init --on mars", PATH="/nowhere"),

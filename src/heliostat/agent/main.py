@@ -1,4 +1,4 @@
-"""What the agent answers to: `probe`, `setup`, `node`, `stop`. JSON in on standard input, one JSON answer out on every path.
+"""What the agent answers to: `probe`, `setup`, `node`, `stop`, `watch`. JSON in on standard input, one JSON answer out on every path.
 `follow` goes on, and answers in lines."""
 
 from __future__ import annotations
@@ -218,11 +218,18 @@ def do_setup(request: Json) -> Json:
     return setup.make(request)
 
 
+def do_watch(config: Json) -> Json:
+    from . import watch
+
+    return watch.do_watch(config)
+
+
 VERBS: Dict[str, Callable[[Json], Json]] = {
     "probe": do_probe,
     "node": do_node,
     "stop": do_stop,
     "setup": do_setup,
+    "watch": do_watch,
 }
 
 

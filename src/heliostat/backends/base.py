@@ -16,6 +16,7 @@ from heliostat.states import NodeState
 
 if TYPE_CHECKING:
     from heliostat.spec import ClusterSpec, Member
+    from heliostat.store import NodeRecord
     from heliostat.transport import Completed, Transport
 
 
@@ -46,6 +47,7 @@ class Plan:
 
     files: tuple[File, ...]
     steps: tuple[Step, ...]
+    notes: tuple[str, ...] = ()  # what a person should know before: what it costs
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,18 @@ class Check:
     hint: str = ""
 
 
+@dataclass(frozen=True)
+class Told:
+    """What is known of a cluster whose Ray the platform starts: what our own agents write into its folder elsewhere.
+
+    nodes: by our name for it, {"state", "reason", "role", "group", "ip", "host", "id": its machine's own name}; more than were asked for where they come
+    with demand. connection: as `connection.json`, once Ray's dashboard can be asked. token: where the platform made it."""
+
+    nodes: Mapping[str, Mapping[str, Any]]
+    connection: Mapping[str, Any] | None = None
+    token: str | None = None
+
+
 class Backend(Protocol):
     name: ClassVar[str]
     Options: ClassVar[type]  # a frozen dataclass: the site's own table of the file
@@ -159,4 +173,39 @@ class Backend(Protocol):
 
     def reach(self, handle: Handle, host: Transport) -> Transport:
         """The way to the node: for logs, exec and tunnels."""
+        ...
+
+
+class Platform(Backend, Protocol):
+    """A site that starts Ray itself (`starts_ray` False): one handle is the whole cluster, and no agent of ours is there.
+    Work goes through Ray's Jobs API, that of a `run` too."""
+
+    def tell(
+        self, handle: Handle, nodes: Sequence[NodeRecord], before: Mapping[str, Any], host: Transport
+    ) -> Told:
+        """How it is: of every one of these nodes, and of those that came with demand. before: what was told last, by node,
+        so that each keeps its name. Raises HeliostatError when the platform does not answer."""
+        ...
+
+    def resize(self, handle: Handle, workers: Mapping[str | None, int], host: Transport) -> None:
+        """So many workers of each of these groups; None: of the one that has no name."""
+        ...
+
+    def logs(
+        self, handle: Handle, node: str, told: Mapping[str, Any], known: Mapping[str, int], host: Transport
+    ) -> Mapping[str, bytes]:
+        """What the node's logs have beyond the bytes that are known of each, by file name. told: of `tell`."""
+        ...
+
+    def started_job(self, handle: Handle, job: str, host: Transport) -> None:
+        """The command of a `run` was handed to Ray under this id: a platform that can, ends the cluster after it."""
+        ...
+
+    def keep(self, handle: Handle, host: Transport, *, away: bool) -> None:
+        """Puts the cluster away so that nothing of it runs and `up` brings it back, or brings it back. UsageError where the
+        platform cannot."""
+        ...
+
+    def renew(self, handle: Handle, node: str, told: Mapping[str, Any], host: Transport) -> None:
+        """This node ends, and the platform puts another in its place. UsageError where it does not."""
         ...

@@ -19,17 +19,27 @@ from heliostat.units import count
     "--on", "site", metavar="SITE", help="clusters are named by their files; found on the site's machines"
 )
 @click.option("--all", "every", is_flag=True, help="all my clusters")
+@click.option("--keep", is_flag=True, help="put it away where the site can; `up` brings it back")
 @click.option("--now", is_flag=True, help="kill at once, without time to save anything")
 @click.option("--dry-run", is_flag=True, help="say what would be stopped, stop nothing")
 @common
 @click.pass_obj
 def command(
-    out: Output, /, clusters: tuple[str, ...], site: str | None, every: bool, now: bool, dry_run: bool
+    out: Output,
+    /,
+    clusters: tuple[str, ...],
+    site: str | None,
+    every: bool,
+    keep: bool,
+    now: bool,
+    dry_run: bool,
 ) -> None:
     """Ends exactly these clusters, verifies that nothing is left, and says what it removed.
 
     `down --on ssh lab.yaml` ends one whose record is not on this machine."""
     life = Lifecycle(emit=out.emit)
+    if keep and now:
+        raise UsageError("`--keep` and `--now` exclude each other", hint="keep one of them")
     if site:
         clusters = tuple(find(life, file, site) for file in clusters)
     names = life.store.names() if every else list(dict.fromkeys(clusters))
@@ -45,6 +55,10 @@ def command(
     for name in names:
         try:
             before = life.store.find(name) is not None
+            if keep:
+                done.append({"name": life.put_away(name).record.name, "kept": True})
+                out.say(f"`{name}` is put away; heliostat up brings it back")
+                continue
             record = life.down(name, now=now).record
             done.append({"name": record.name, "nodes": len(record.nodes), "was_up": before})
             out.say(

@@ -28,6 +28,12 @@ def show(out: Output, life: Lifecycle, config: Config, command: dict[str, Any] |
     if out.verbose:
         for key, value, origin in origins(config):
             out.say(f"{key} = {value}  ({origin})")
+    if not backends.load(config.spec.on).starts_ray:  # what the platform is given, as it takes it
+        for file in plan.files:
+            out.data(file.text.rstrip())
+        for note in plan.notes:
+            out.say(f"# {note}")
+        return
     if by_hand:  # what is printed is a script as the scheduler's own command takes it
         for step, file in zip(plan.steps, plan.files, strict=True):
             words = [*step.argv[:-1], "SCRIPT"]  # this one, wherever it is saved

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from heliostat import backends
 from heliostat.cli.options import CLUSTER, common
 from heliostat.cli.output import Output
 from heliostat.errors import HeliostatError
@@ -25,6 +26,7 @@ def command(out: Output, /, cluster: str) -> None:
             hint=f"heliostat status {cluster}",
         )
     env = connection["env"]
-    if view.record.place and "RAY_AUTH_TOKEN_PATH" in env:  # the head's own path is of another machine
+    apart = view.record.place or not backends.load(view.record.site).shares_files
+    if apart and "RAY_AUTH_TOKEN_PATH" in env:  # the head's own path is of another machine
         env = {**env, "RAY_AUTH_TOKEN_PATH": str(view.folder.token)}
     out.document({"env": env}) if out.json else out.data(export(env))

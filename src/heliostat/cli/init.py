@@ -17,8 +17,8 @@ from heliostat.errors import HeliostatError, UsageError
 @common
 @click.pass_obj
 def command(out: Output, /, on: str | None, force: bool) -> None:
-    """Writes a first heliostat.yaml for what it finds here: a scheduler, hosts of ~/.ssh/config, GPUs. Asks no other
-    machine."""
+    """Writes a first heliostat.yaml for what it finds here: a scheduler, a kubeconfig, hosts of ~/.ssh/config, GPUs. Asks no
+    other machine."""
     from heliostat import backends, config, inventory
     from heliostat.transport import Local
 
@@ -36,8 +36,12 @@ def command(out: Output, /, on: str | None, force: bool) -> None:
     except OSError as error:
         raise HeliostatError(f"could not write `{path}`", because=error.strerror or str(error)) from None
     name = config.load(backends.names(), file=path, environ={}).spec.cluster_name
+    first = {
+        "ssh": ("make Ray ready on every host", "heliostat setup"),
+        "kubernetes": ("ask the cluster what you may", "heliostat doctor heliostat.yaml"),
+    }
     after = {
-        "setup": ("make Ray ready on every host" if site == "ssh" else "check Ray", "heliostat setup"),
+        "first": first.get(site, ("check Ray", "heliostat setup")),
         "up": ("start it", "heliostat up"),
         "run": ("or run one script", "heliostat run script.py"),
     }

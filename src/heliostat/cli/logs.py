@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from heliostat import backends
 from heliostat.cli.options import CLUSTER, common
 from heliostat.cli.output import Output
 from heliostat.errors import NotFoundError
@@ -35,7 +36,8 @@ def command(out: Output, /, cluster: str, what: str | None, follow: bool) -> int
     if what is None:
         show_events(out, folder, follow)
         return None
-    if (folder.logs / f"{what}.out").exists() or (record.command and what == "run"):
+    ours = backends.load(record.site).starts_ray or folder.path.parent == life.store.ended
+    if ours and ((folder.logs / f"{what}.out").exists() or (record.command and what == "run")):
         if follow:
             Jobs(life).follow(folder, out.raw, what)
             return None

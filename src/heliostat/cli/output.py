@@ -108,6 +108,8 @@ class Output:
                 if text:
                     one_line = " ".join(str(text).split())
                     self._talk(f"{self.colour(name + ':', name)} {one_line}\n")
+            if error.more:
+                self._talk(f"\n{error.more.rstrip()}\n")
         return error.exit_code
 
     # -- events

@@ -15,17 +15,19 @@ from heliostat.units import count
 @click.command()
 @click.argument("cluster", type=CLUSTER)
 @click.argument("workers", metavar="N", type=click.IntRange(0, 100_000))
+@click.option("--group", metavar="NAME", help="so many of this group, where the cluster has groups")
 @click.option("--dry-run", is_flag=True, help="say what would change, change nothing")
 @common
 @click.pass_obj
-def command(out: Output, /, cluster: str, workers: int, dry_run: bool) -> None:
+def command(out: Output, /, cluster: str, workers: int, group: str | None, dry_run: bool) -> None:
     """So many worker nodes, besides the head, now. Nodes that leave are drained first."""
     life = Lifecycle(emit=out.emit)
     if dry_run:
         view = life.find(cluster)
-        now = sum(node.role == "worker" for node in view.record.nodes.values())
+        nodes = view.record.nodes.values()
+        now = sum(node.role == "worker" and (group is None or node.group == group) for node in nodes)
         if out.json:
             return out.document({"name": cluster, "workers": now, "wanted": workers})
         return out.data(f"# {cluster}: {count(now, 'worker')} now, {workers} wanted")
-    view = growth.scale(life, cluster, workers)
+    view = growth.scale(life, cluster, workers, group)
     out.document(summary(view)) if out.json else out.say(f"`{cluster}` has {count(view.alive(), 'node')}")

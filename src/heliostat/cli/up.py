@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from heliostat import backends
 from heliostat.cli.native import SiteCommand
 from heliostat.cli.options import cluster_options, common, read_config
 from heliostat.cli.output import Output, table
@@ -106,7 +107,8 @@ def banner(out: Output, view: View) -> None:
     machines(out, view)
     out.say(f"`{name}` is {out.state(str(view.state))}: {count(view.alive(), 'node')}")
     # a driver must be on a node: from elsewhere work goes there as a job
-    here = [] if view.record.place else [("use it here", f'eval "$(heliostat env {name})"')]
+    apart = view.record.place or not backends.load(view.record.site).shares_files
+    here = [] if apart else [("use it here", f'eval "$(heliostat env {name})"')]
     for what, line in (
         ("run a job", f"heliostat submit {name} --wait -- python script.py"),
         *here,

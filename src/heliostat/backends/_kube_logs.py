@@ -1,0 +1,117 @@
+"""What a pod writes, and a command in it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlencode
+
+from heliostat.backends import _kube_api as kube
+from heliostat.errors import HeliostatError
+from heliostat.transport import Completed
+
+if TYPE_CHECKING:
+    from heliostat.rayapi import RayApi
+
+RAY_LOGS = ("raylet.out", "raylet.err")
+HEAD_LOGS = ("gcs_server.out", "gcs_server.err", "monitor.log", "dashboard.log")
+PROTOCOL = "v4.channel.k8s.io"
+OUT, ERR, END = 1, 2, 3  # channels
+_last: dict[tuple[str, str], bytes] = {}  # (pod, container): the time of the last line that we have
+
+
+def pod_logs(
+    api: kube.Api, namespace: str, told: Mapping[str, Any], known: Mapping[str, int], ray: RayApi | None
+) -> dict[str, bytes]:
+    """What the containers of the pod, and Ray in it, have said beyond what is known, by file name."""
+    place = f"/api/v1/namespaces/{namespace}/pods/{told['id']}"
+    found: dict[str, bytes] = {}
+    try:
+        status = api.call("GET", place).get("status") or {}
+    except kube.NotThere:
+        return found
+    for container in (*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())):
+        name = container["name"]
+        found[f"{name}.log"] = _container(api, place, told["id"], name, known.get(f"{name}.log", 0))
+        before = f"{name}.previous.log"
+        if container.get("restartCount") and not known.get(before):
+            found[before] = _ask(api, place, {"container": name, "previous": "true"})
+    if ray:
+        for name in (*RAY_LOGS, *(HEAD_LOGS if told.get("role") == "head" else ())):
+            whole = ray.log(str(told["ip"]), name)
+            found[name] = whole[known.get(name, 0) :]
+    return found
+
+
+def _container(api: kube.Api, place: str, pod: str, name: str, known: int) -> bytes:
+    """Whoever has begun is given what came since; whoever begins anew, the whole."""
+    since = _last.get((pod, name))
+    query = {"container": name, "timestamps": "true", **({"sinceTime": since.decode()} if since else {})}
+    lines = _ask(api, place, query).splitlines(keepends=True)
+    stamped = [line.partition(b" ") for line in lines]
+    if stamped:
+        _last[pod, name] = max(stamp for stamp, _, _ in stamped)
+    if since:
+        return b"".join(text for stamp, _, text in stamped if stamp > since)
+    return b"".join(text for _, _, text in stamped)[known:]
+
+
+def _ask(api: kube.Api, place: str, query: Mapping[str, str]) -> bytes:
+    try:
+        return api.raw("GET", f"{place}/log", query=query, seconds=120.0)
+    except kube.Silent:
+        raise
+    except HeliostatError:  # a container that has not begun has no log
+        return b""
+
+
+def run_in_pod(
+    api: kube.Api, namespace: str, pod: str, argv: Sequence[str], container: str = ""
+) -> Completed:
+    """The command in the pod, to its end; over a websocket, as kubectl does it."""
+    import websocket
+
+    query = [*(("command", word) for word in argv), ("stdout", "true"), ("stderr", "true")]
+    query += [("container", container)] if container else []
+    path = f"/api/v1/namespaces/{namespace}/pods/{pod}/exec?{urlencode(query)}"
+    options = {"context": api.tls} if api.tls else {}
+    try:
+        socket = websocket.create_connection(
+            "ws" + api.server.removeprefix("http") + path,
+            header=[f"{key}: {value}" for key, value in api.authorization().items()],
+            subprotocols=[PROTOCOL],
+            sslopt=options,
+            timeout=kube.ASK_S,
+        )
+    except websocket.WebSocketBadStatusException as error:
+        raise api.said_no("POST", path.partition("?")[0], error.status_code, error.resp_body or b"") from None
+    except (OSError, websocket.WebSocketException) as error:
+        raise api.silent(error) from None
+    said = {OUT: b"", ERR: b"", END: b""}
+    try:
+        socket.settimeout(None)  # a person ends it with Ctrl-C
+        while data := socket.recv():
+            frame = data.encode() if isinstance(data, str) else data
+            said[frame[0]] = said.get(frame[0], b"") + frame[1:]
+            if frame[0] == END and frame[1:]:
+                break
+    except (OSError, websocket.WebSocketException) as error:
+        if not said[END]:
+            raise api.silent(error) from None
+    finally:
+        socket.close()
+    out, err = (said[channel].decode("utf-8", "replace") for channel in (OUT, ERR))
+    return Completed(tuple(argv), _code(said[END]), out, err)
+
+
+def _code(status: bytes) -> int:
+    try:
+        document = json.loads(status)
+    except ValueError:
+        return 255
+    if document.get("status") == "Success":
+        return 0
+    causes = (document.get("details") or {}).get("causes") or ()
+    codes = [cause["message"] for cause in causes if cause.get("reason") == "ExitCode"]
+    return int(codes[0]) if codes else 255

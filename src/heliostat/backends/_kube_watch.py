@@ -1,0 +1,176 @@
+"""One RayCluster or RayJob and its pods, as the API server last told: asked once, or watched by whoever goes on looking."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from heliostat.backends import _kube_api as kube
+from heliostat.errors import HeliostatError, Refused
+
+AGAIN_S = 10.0  # whoever looks twice within so long goes on looking, and is told of changes
+WARNINGS_S = 2.0
+Object = Mapping[str, Any]
+
+
+class Cluster:
+    def __init__(self, api: kube.Api, namespace: str, plural: str, name: str, uid: str) -> None:
+        self.api, self.namespace, self.plural, self.name, self.uid = api, namespace, plural, name, uid
+        self.place = f"{kube.RAY}/namespaces/{namespace}/{plural}"
+        self.path = f"{self.place}/{name}"
+        self.token: str | None = None
+        self.asks_token = True
+        self._ray: str | None = name if plural == "rayclusters" else None
+        self._looked = -AGAIN_S
+        self._watches: list[_Watch] = []
+        self._warned: tuple[float, list[Object]] = (-WARNINGS_S, [])
+
+    # -- what it is
+
+    def ray_name(self, made: Object) -> str | None:
+        """The RayCluster's; that of a RayJob has one of its own, once the operator has chosen it."""
+        if self._ray is None:
+            self._ray = (made.get("status") or {}).get("rayClusterName") or None
+        return self._ray
+
+    def ray_spec(self, made: Object) -> Object:
+        spec: Object = made.get("spec") or {}
+        return spec if self.plural == "rayclusters" else spec.get("rayClusterSpec") or {}
+
+    def authenticated(self, made: Object) -> bool:
+        self.asks_token = (self.ray_spec(made).get("authOptions") or {}).get("mode") == "token"
+        return self.asks_token
+
+    def service(self, made: Object) -> str:
+        status = made.get("status") or {}
+        head = (status if self.plural == "rayclusters" else status.get("rayClusterStatus") or {}).get("head")
+        return str((head or {}).get("serviceName") or f"{self.ray_name(made)}-head-svc")
+
+    # -- asking
+
+    def fetch(self) -> Object | None:
+        """The object itself; None: it is gone, or another has its name."""
+        try:
+            made = self.api.call("GET", self.path)
+        except kube.NotThere:
+            return None
+        return self._mine(made)
+
+    def _mine(self, made: Object | None) -> Object | None:
+        if made is None or made["metadata"]["uid"] != self.uid:
+            return None
+        self.ray_name(made)
+        kind = {"rayclusters": "RayCluster", "rayjobs": "RayJob"}[self.plural]
+        return {"kind": kind, **made}
+
+    def exists(self) -> bool:
+        """The RayCluster of a RayJob, which may be gone before its job is."""
+        try:
+            self.api.call("GET", f"{kube.RAY}/namespaces/{self.namespace}/rayclusters/{self._ray}")
+        except kube.NotThere:
+            return False
+        return True
+
+    @property
+    def _pods(self) -> tuple[str, dict[str, str]]:
+        return f"/api/v1/namespaces/{self.namespace}/pods", {"labelSelector": f"ray.io/cluster={self._ray}"}
+
+    def list_pods(self) -> list[Object]:
+        if self._ray is None:
+            return []
+        path, query = self._pods
+        return list(self.api.call("GET", path, query=query)["items"])
+
+    def look(self) -> tuple[Object | None, list[Object]]:
+        """(the object, its pods)."""
+        now, again = time.monotonic(), time.monotonic() - self._looked < AGAIN_S
+        self._looked = now
+        if len(self._watches) == 2 and all(watch.synced for watch in self._watches):
+            first, pods = self._watches
+            return self._mine(first.items.get(self.name)), list(pods.items.values())
+        made = self.fetch()
+        found = (made, self.list_pods() if made else [])
+        if again and made and self._ray and not self._watches:
+            path, query = self._pods
+            self._watches = [
+                _Watch(self.api, self.place, {"fieldSelector": f"metadata.name={self.name}"}),
+                _Watch(self.api, path, query),
+            ]
+        return found
+
+    def warnings(self) -> list[Object]:
+        """Events of type Warning about it, the newest last."""
+        at, known = self._warned
+        if time.monotonic() - at < WARNINGS_S:
+            return known
+        found = []
+        for name in dict.fromkeys(filter(None, (self.name, self._ray))):
+            query = {"fieldSelector": f"involvedObject.name={name}"}
+            try:
+                listed = self.api.call("GET", f"/api/v1/namespaces/{self.namespace}/events", query=query)
+            except Refused:  # without them we only know less
+                continue
+            # they outlive what they speak of by an hour, and its name comes back; that of a RayJob's cluster does not
+            mine = [
+                e for e in listed["items"] if name != self.name or e["involvedObject"].get("uid") == self.uid
+            ]
+            found += [event for event in mine if event.get("type") == "Warning"]
+        found.sort(key=_time)
+        self._warned = (time.monotonic(), found)
+        return found
+
+    def stale(self) -> None:
+        """We have just changed it: what was told before may be older than that."""
+        self.close()
+        self._looked = -AGAIN_S
+
+    def close(self) -> None:
+        for watch in self._watches:
+            watch.closed = True
+        self._watches = []
+
+
+def _time(event: Object) -> str:
+    series = event.get("series") or {}
+    times = (series.get("lastObservedTime"), event.get("lastTimestamp"), event.get("eventTime"))
+    return str(next(filter(None, times), ""))
+
+
+class _Watch(threading.Thread):
+    """Keeps the objects of one kind up to date, until it is closed."""
+
+    def __init__(self, api: kube.Api, path: str, query: Mapping[str, str]) -> None:
+        super().__init__(daemon=True)
+        self.api, self.path, self.query = api, path, query
+        self.items: dict[str, Object] = {}
+        self.synced = self.closed = False
+        self.start()
+
+    def run(self) -> None:
+        version, pause = None, 0.2
+        while not self.closed:
+            try:
+                if version is None:
+                    listed = self.api.call("GET", self.path, query=self.query)
+                    self.items = {item["metadata"]["name"]: item for item in listed["items"]}
+                    version, self.synced = listed["metadata"]["resourceVersion"], True
+                for event in self.api.watch(self.path, {**self.query, "resourceVersion": version}):
+                    version = event["object"]["metadata"]["resourceVersion"]
+                    self._apply(event)
+                    pause = 0.2
+                    if self.closed:
+                        return
+            except HeliostatError:  # silence, a no, or too long ago: whoever looks asks for himself meanwhile
+                version, self.synced = None, False
+                time.sleep(pause)
+                pause = min(5.0, pause * 2)
+
+    def _apply(self, event: Mapping[str, Any]) -> None:
+        """A new table each time: whoever reads has a whole one."""
+        if event["type"] == "BOOKMARK":
+            return
+        name = event["object"]["metadata"]["name"]
+        rest = {known: item for known, item in self.items.items() if known != name}
+        self.items = rest if event["type"] == "DELETED" else {**rest, name: event["object"]}

@@ -1,0 +1,172 @@
+"""What Kubernetes says of pods, in our words: which pod is which node, and how each is. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from heliostat.store import NodeRecord
+
+PLAIN = "workers"  # the group of workers that have none
+
+# the kubelet goes on trying, but these do not get better by it
+HOPELESS = re.compile(
+    r"not found|no such|manifest unknown|access denied|unauthorized|authentication required|"
+    r"does not exist|couldn't parse image|invalid reference|name unknown",
+    re.IGNORECASE,
+)
+PULLING = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ImageInspectError", "ErrImageNeverPull")
+BROKEN = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError")
+CRASHES = 2  # so often a container may end before it is called a failure
+
+Pod = Mapping[str, Any]
+
+
+def name_pods(
+    nodes: Sequence[NodeRecord], pods: Sequence[Pod], before: Mapping[str, Any]
+) -> dict[str, Pod | None]:
+    """Which pod is which node. One keeps its name while it lives; a node whose pod is gone gets the next that has none; what
+    is left came with demand, and gets a name of its own."""
+    named: dict[str, Pod | None] = {node.name: None for node in nodes}
+    own = {node.name: (node.role, node.group) for node in nodes}
+    old = {str(words.get("id")): name for name, words in before.items()}
+    loose = []
+    for pod in sorted(pods, key=lambda pod: (_created(pod), pod["metadata"]["name"])):
+        name = old.get(pod["metadata"]["name"])
+        if name in own and named[name] is None and own[name] == kind_of(pod) and not _ends(pod):
+            named[name] = pod
+        else:
+            loose.append(pod)
+    # one that ends makes no claim to a place that another can have
+    for pod in sorted(loose, key=_ends):
+        name = old.get(pod["metadata"]["name"])
+        free = [n for n, found in named.items() if found is None and own.get(n) == kind_of(pod)]
+        if _ends(pod):
+            name = (name if name in free else None) if name else next(iter(free), None)
+        elif free:
+            name = free[0]
+        elif name is None or name in named:
+            role, group = kind_of(pod)
+            stem = f"{group}-" if group else "w"
+            if role == "head":
+                continue  # there is one
+            name = next(f"{stem}{i}" for i in range(1, len(named) + 2) if f"{stem}{i}" not in named)
+        if name is not None:
+            named[name] = pod
+    return named
+
+
+def _ends(pod: Pod) -> bool:
+    return "deletionTimestamp" in pod["metadata"]
+
+
+def kind_of(pod: Pod) -> tuple[str, str | None]:
+    """(role, group) as our record has them."""
+    labels = pod["metadata"].get("labels") or {}
+    if labels.get("ray.io/node-type") == "head":
+        return "head", None
+    group = labels.get("ray.io/group")
+    return "worker", None if group == PLAIN else group
+
+
+def tell_pod(pod: Pod, alive: Collection[str] | None, before: Mapping[str, Any]) -> dict[str, Any]:
+    """How the node of this pod is. alive: the addresses in Ray's node table; None: Ray did not answer."""
+    status = pod.get("status") or {}
+    state, reason = _judge(pod, status)
+    ip = status.get("podIP")
+    same = before.get("id") == pod["metadata"]["name"]
+    if state == "STARTING" and alive is None and same and before.get("state") in ("READY", "LOST"):
+        state, reason = str(before["state"]), str(before.get("reason") or "")
+    elif state == "STARTING" and alive and ip in alive:
+        state, reason = "READY", ""
+    elif state == "STARTING" and alive is not None and same and before.get("state") in ("READY", "LOST"):
+        state, reason = "LOST", reason or "Ray does not hear it"
+    role, group = kind_of(pod)
+    return {
+        "state": state,
+        "reason": reason,
+        "role": role,
+        "group": group,
+        "ip": ip,
+        "host": (pod.get("spec") or {}).get("nodeName"),
+        "id": pod["metadata"]["name"],
+    }
+
+
+def _judge(pod: Pod, status: Mapping[str, Any]) -> tuple[str, str]:
+    phase = status.get("phase") or "Pending"
+    conditions = {c["type"]: c for c in status.get("conditions") or ()}
+    if _ends(pod):
+        return "STOPPING", "its pod ends"
+    if phase in ("Failed", "Succeeded"):
+        return "LOST", _end(status)
+    scheduled = conditions.get("PodScheduled") or {}
+    if phase == "Pending" and scheduled.get("status") == "False":
+        words = str(scheduled.get("message") or scheduled.get("reason") or "")
+        return "QUEUED", f"{scheduled.get('reason', 'Unschedulable')}: {words}"[:300]
+    containers = status.get("containerStatuses") or ()
+    for container in (*(status.get("initContainerStatuses") or ()), *containers):
+        found = _container(container)
+        if found:
+            return found
+    if phase == "Running":
+        return "STARTING", ""
+    if (pod.get("spec") or {}).get("nodeName"):
+        inits = status.get("initContainerStatuses") or ()
+        waits = any((c.get("state") or {}).get("running") for c in inits)
+        return ("STARTING", "waits for the head") if waits else ("ALLOCATED", "its container is being made")
+    return "QUEUED", "waits for a machine"
+
+
+def _container(status: Mapping[str, Any]) -> tuple[str, str] | None:
+    """A container that keeps the pod from running."""
+    waiting = (status.get("state") or {}).get("waiting") or {}
+    reason, words = str(waiting.get("reason") or ""), str(waiting.get("message") or "")
+    last = ((status.get("lastState") or {}).get("terminated")) or {}
+    if reason in PULLING:
+        hopeless = reason == "InvalidImageName" or HOPELESS.search(words)
+        told = f"{reason}: {words or status.get('image', '')}"[:300]
+        return ("FAILED" if hopeless else "ALLOCATED"), told
+    if reason in BROKEN:
+        return "FAILED", f"{reason}: {words}"[:300]
+    if reason == "CrashLoopBackOff" or (last and not (status.get("state") or {}).get("running")):
+        told = f"its container ended{_why(last)}"
+        return ("FAILED" if int(status.get("restartCount") or 0) >= CRASHES else "STARTING"), told
+    return None
+
+
+def _why(ended: Mapping[str, Any]) -> str:
+    if not ended:
+        return ""
+    reason = f", {ended['reason']}" if ended.get("reason") not in (None, "Error", "Completed") else ""
+    words = f": {' '.join(str(ended['message']).split())[-200:]}" if ended.get("message") else ""
+    return f" with code {ended.get('exitCode')}{reason}{words}"
+
+
+def _end(status: Mapping[str, Any]) -> str:
+    if status.get("reason"):  # Evicted, Preempting, NodeShutdown
+        return f"{status['reason']}: {status.get('message') or ''}".rstrip(": ")[:300]
+    for container in status.get("containerStatuses") or ():
+        ended = (container.get("state") or {}).get("terminated")
+        if ended:
+            return f"its container ended{_why(ended)}"
+    return "its pod has ended"
+
+
+def absent(events: Sequence[Mapping[str, Any]], seen: bool, old: bool) -> tuple[str, str]:
+    """(state, reason) of a node that has no pod. events: warnings about the cluster, newest last. seen: the operator has
+    looked at it. old: it had time to."""
+    for event in reversed(events):
+        reason, words = str(event.get("reason") or ""), " ".join(str(event.get("message") or "").split())
+        if reason.startswith("Invalid"):
+            return "FAILED", f"{reason}: {words}"[:400]
+        if reason.startswith("Failed"):
+            return "QUEUED", f"{reason}: {words}"[:400]
+    if not seen and old:
+        return "QUEUED", "the KubeRay operator has not looked at it: does it run, and watch this namespace?"
+    return "QUEUED", "its pod is not made yet"
+
+
+def _created(pod: Pod) -> str:
+    return str(pod["metadata"].get("creationTimestamp") or "")
