@@ -475,9 +475,12 @@ CASES: dict[str, Case] = {
     "logs-past": case("logs lab", past),
     "logs-past-json": case("logs lab --json", past),
     "logs-past-node": case("logs lab head", past),
+    "logs-past-node-json": case("logs lab head --json", past),
+    "logs-past-job-json": case("logs lab j1 --json", past),
     "logs-past-job": case("logs lab j1", past),
     "logs-past-run": case("logs run-x run", past),
     "logs-past-nobody": case("logs lab j9", past),
+    "logs-past-nobody-json": case("logs lab j9 --json", past),
     "status-past": case("status lab", past),
     "down-past": case("down lab", past),
     "down-past-json": case("down lab --json", past),
@@ -668,6 +671,7 @@ def test_completion_scripts(person: Person, shell: str, syntax: list[str]) -> No
     assert said.code == 0 and said.err == "" and f"_HELIOSTAT_COMPLETE={shell}_complete" in said.out
     with contextlib.suppress(FileNotFoundError):  # not every machine has every shell
         assert subprocess.run(syntax, input=said.out, text=True, capture_output=True).stderr == ""
+    assert json.loads(person.types("completion", shell, "--json").out)["script"] == said.out
 
 
 # -- as a process

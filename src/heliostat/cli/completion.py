@@ -19,4 +19,5 @@ def command(out: Output, /, shell: str) -> None:
 
     found = get_completion_class(shell)
     assert found is not None
-    out.data(found(cli, {}, "heliostat", "_HELIOSTAT_COMPLETE").source())
+    script = found(cli, {}, "heliostat", "_HELIOSTAT_COMPLETE").source()
+    out.document({"shell": shell, "script": script}) if out.json else out.data(script)

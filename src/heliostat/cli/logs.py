@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import time
 from datetime import datetime
@@ -36,35 +37,80 @@ def command(out: Output, /, cluster: str, what: str | None, follow: bool) -> int
     if what is None:
         show_events(out, folder, follow)
         return None
-    ours = backends.load(record.site).starts_ray or folder.path.parent == life.store.ended
-    if ours and ((folder.logs / f"{what}.out").exists() or (record.command and what == "run")):
-        if follow:
-            Jobs(life).follow(folder, out.raw, what)
-            return None
-        for stream in ("out", "err"):
-            copy(out, stream, folder.logs / f"{what}.{stream}")
-        return None
-    if what in record.nodes or (folder.logs / what).is_dir():
-        show_node(out, life, folder, what, follow)
-        return None
-    if folder.path.parent == life.store.ended:
-        kept = sorted(folder.logs.glob(f"*/job-driver-{what}.log"))
-        if not kept:
-            raise NotFoundError(
-                f"there is no job or node `{what}` in what is kept of `{cluster}`", saw=str(folder.logs)
-            )
-        copy(out, "out", kept[0])
-        return None
-    for chunk in life.api(life.look(folder)).output(what, follow=follow):
-        out.raw("out", chunk)
+    with Sink(out, record.name, what, follow) as sink:
+        show(sink, life, folder, what)
     return None
 
 
-def copy(out: Output, stream: str, path: Path) -> None:
+class Sink:
+    """Where what was written goes: as it is; with --json into one document or, followed, a line for each piece."""
+
+    def __init__(self, out: Output, cluster: str, what: str, follow: bool) -> None:
+        self.out, self.follow = out, follow
+        self._of = {"cluster": cluster, "of": what}
+        self._texts: dict[str, str] = {}
+        self._decoders: dict[str, codecs.IncrementalDecoder] = {}
+        self._file, self._last = "", b"\n"
+
+    def stream(self, stream: str, chunk: bytes) -> None:
+        """Of a job: `out` or `err`."""
+        self._keep(stream, chunk) if self.out.json else self.out.raw(stream, chunk)
+
+    def file(self, name: str, chunk: bytes) -> None:
+        """Of a node, each under its name."""
+        if self.out.json:
+            return self._keep(name, chunk)
+        if name != self._file:
+            self.out.raw("out", b"" if self._last.endswith(b"\n") else b"\n")
+            self.out.raw("out", f"==> {name} <==\n".encode())
+        self._file, self._last = name, chunk
+        self.out.raw("out", chunk)
+
+    def _keep(self, name: str, chunk: bytes) -> None:
+        if name not in self._decoders:  # a piece may end inside a character
+            self._decoders[name] = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        text = self._decoders[name].decode(chunk)
+        if self.follow:
+            self.out.data(json.dumps({**self._of, "log": name, "text": text}))
+        else:
+            self._texts[name] = self._texts.get(name, "") + text
+
+    def __enter__(self) -> Sink:
+        return self
+
+    def __exit__(self, failed: object, *_: object) -> None:
+        if self.out.json and not self.follow and not failed:
+            self.out.document({**self._of, "logs": self._texts})
+
+
+def show(sink: Sink, life: Lifecycle, folder: ClusterFolder, what: str) -> None:
+    record, ended = folder.record(), folder.path.parent == life.store.ended
+    ours = backends.load(record.site).starts_ray or ended
+    if ours and ((folder.logs / f"{what}.out").exists() or (record.command and what == "run")):
+        if sink.follow:
+            Jobs(life).follow(folder, sink.stream, what)
+            return
+        for stream in ("out", "err"):
+            copy(sink, stream, folder.logs / f"{what}.{stream}")
+    elif what in record.nodes or (folder.logs / what).is_dir():
+        show_node(sink, life, folder, what)
+    elif ended:
+        kept = sorted(folder.logs.glob(f"*/job-driver-{what}.log"))
+        if not kept:
+            raise NotFoundError(
+                f"there is no job or node `{what}` in what is kept of `{record.name}`", saw=str(folder.logs)
+            )
+        copy(sink, "out", kept[0])
+    else:
+        for chunk in life.api(life.look(folder)).output(what, follow=sink.follow):
+            sink.stream("out", chunk)
+
+
+def copy(sink: Sink, stream: str, path: Path) -> None:
     try:
         with open(path, "rb") as source:
             while chunk := source.read(1 << 20):
-                out.raw(stream, chunk)
+                sink.stream(stream, chunk)
     except FileNotFoundError:
         pass
 
@@ -91,23 +137,20 @@ def event_line(event: dict[str, Any]) -> str:
     return f"{when}  {event.get('text', '')}"
 
 
-def show_node(out: Output, life: Lifecycle, folder: ClusterFolder, node: str, follow: bool) -> None:
-    """The agent's log, `ray start`'s, and Ray's own that were kept; each under its name."""
+def show_node(sink: Sink, life: Lifecycle, folder: ClusterFolder, node: str) -> None:
+    """The agent's log, `ray start`'s, and Ray's own that were kept."""
     sizes: dict[Path, int] = {}
-    last = b"\n"
     while True:
         for path in sorted(p for p in (folder.logs / node).glob("*") if p.is_file()):
             size = path.stat().st_size
             if size <= sizes.get(path, 0):
                 continue
-            out.raw("out", b"" if last.endswith(b"\n") else b"\n")
-            out.raw("out", f"==> {path.name} <==\n".encode())
             with open(path, "rb") as stream:
                 stream.seek(sizes.get(path, 0))
                 while chunk := stream.read(1 << 20):
-                    out.raw("out", last := chunk)
+                    sink.file(path.name, chunk)
             sizes[path] = size
-        if not follow or not folder.path.exists():
+        if not sink.follow or not folder.path.exists():
             return
         time.sleep(0.5)
         life.refresh(folder, node)
