@@ -1,11 +1,13 @@
 """Counts primes, first alone and then on all nodes: how much sooner it is done, and which node did how much.
 
-    heliostat run --nodes 3 examples/distributed_compute.py --limit 2000000
+heliostat run --nodes 3 examples/distributed_compute.py --limit 2000000
 """
 
 import argparse
 import collections
+import itertools
 import json
+import os
 import time
 
 import ray
@@ -23,33 +25,38 @@ def chunk(first: int, end: int) -> tuple[str, int]:
 
 
 @ray.remote(scheduling_strategy="SPREAD")
-def wake() -> str:
+def wake() -> tuple[str, int]:
     time.sleep(0.2)
-    return ray.get_runtime_context().get_node_id()
+    return ray.get_runtime_context().get_node_id(), os.getpid()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--limit", type=int, default=200_000, help="count below this number")
-    parser.add_argument("--chunks", type=int, default=48, help="pieces of work; several a CPU, so that all end together")
+    parser.add_argument("--limit", type=int, default=300_000, help="count below this number")
+    parser.add_argument(
+        "--chunks", type=int, default=48, help="pieces of work; several a CPU, so that all end together"
+    )
     args = parser.parse_args()
 
     ray.init()
-    names = {node["NodeID"]: node["NodeName"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")}
+    names = {
+        node["NodeID"]: node["NodeName"]
+        for node in ray.nodes()
+        if node["Alive"] and node["Resources"].get("CPU")
+    }
     cpus = int(ray.cluster_resources()["CPU"])
     edges = [args.limit * i // args.chunks for i in range(args.chunks + 1)]
-    pieces = list(zip(edges, edges[1:], strict=False))
+    pieces = list(itertools.pairwise(edges))
 
     began = time.perf_counter()
     alone = sum(primes(*piece) for piece in pieces)
     serial_s = time.perf_counter() - began
 
-    # Ray starts its worker processes with the first work on a node: that is not to be measured
-    reached: set[str] = set()
-    for _ in range(30):
-        reached.update(ray.get([wake.remote() for _ in range(2 * cpus)]))
-        if reached == names.keys():
-            break
+    # Ray starts a worker process when there is work for one: that is not to be measured
+    awake: set[tuple[str, int]] = set()
+    deadline = time.monotonic() + 60
+    while len(awake) < cpus and time.monotonic() < deadline:
+        awake.update(ray.get([wake.remote() for _ in range(2 * cpus)]))
     began = time.perf_counter()
     # the dearest pieces first: nobody waits at the end for one that began late
     answers = ray.get([chunk.remote(*piece) for piece in reversed(pieces)])
@@ -62,7 +69,11 @@ def main() -> None:
     for name, count in sorted(per_node.items()):
         print(f"{name}: {count} of {args.chunks} chunks")
     print(f"alone {serial_s:.2f} s; on {len(names)} nodes with {cpus} CPUs {parallel_s:.2f} s")
-    result = {"primes": together, "speedup": round(serial_s / parallel_s, 2), "chunks": dict(sorted(per_node.items()))}
+    result = {
+        "primes": together,
+        "speedup": round(serial_s / parallel_s, 2),
+        "chunks": dict(sorted(per_node.items())),
+    }
     print("result", json.dumps(result))
 
 

@@ -21,7 +21,9 @@ class Worker:
         context = ray.get_runtime_context()
         ids = context.get_accelerator_ids()["GPU"]
         if ids and not torch.cuda.is_available():
-            raise SystemExit(f"Ray gave GPU {ids[0]}, but this PyTorch ({torch.__version__}) cannot use it: no CUDA in it, or no driver")
+            raise SystemExit(
+                f"Ray gave GPU {ids[0]}, but this PyTorch ({torch.__version__}) cannot use it: no CUDA in it, or no driver"
+            )
         # Ray shows a process only its own GPU: it is always number 0 there
         device = torch.device("cuda:0" if ids else "cpu")
         torch.manual_seed(0)
@@ -64,14 +66,18 @@ def main() -> None:
     if gpus:
         workers = [Worker.options(num_gpus=1).remote() for _ in range(gpus)]
     else:
-        print("no GPU in this cluster: one CPU of each node does the work (heliostat run --gpus-per-node N asks for some)")
+        print(
+            "no GPU in this cluster: one CPU of each node does the work (heliostat run --gpus-per-node N asks for some)"
+        )
         workers = [Worker.options(num_cpus=1, scheduling_strategy="SPREAD").remote() for _ in nodes]
     answers = ray.get([worker.multiply.remote(args.size, args.rounds) for worker in workers])
     for answer in answers:
         answer["node"] = nodes[answer["node"]]["NodeName"]
     answers.sort(key=lambda answer: (answer["node"], answer["device"]))
     for answer in answers:
-        print(f"{answer['node']}, {answer['device']}: {answer['gflops']} GFLOP/s, relative error {answer['error']:.1e}")
+        print(
+            f"{answer['node']}, {answer['device']}: {answer['gflops']} GFLOP/s, relative error {answer['error']:.1e}"
+        )
     assert all(answer["error"] < 0.01 for answer in answers), "a product is wrong"
     print("result", json.dumps({"gpus": gpus, "size": args.size, "workers": answers}))
 

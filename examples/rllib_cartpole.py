@@ -18,13 +18,21 @@ from ray.rllib.algorithms.ppo import PPOConfig
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--env", default="CartPole-v1")
-    parser.add_argument("--target", type=float, default=150, help="mean return of the last episodes; CartPole's most is 500")
+    parser.add_argument(
+        "--target", type=float, default=150, help="mean return of the last episodes; CartPole's most is 500"
+    )
     parser.add_argument("--iterations", type=int, default=40, help="give up after so many")
-    parser.add_argument("--runners", type=int, default=2, help="processes that play, one CPU each, on all nodes")
+    parser.add_argument(
+        "--runners", type=int, default=2, help="processes that play, one CPU each, on all nodes"
+    )
     parser.add_argument("--learners", type=int, default=0, help="processes that learn; 0: the script itself")
     parser.add_argument("--gpus-per-learner", type=float, default=0)
-    parser.add_argument("--log-level", default="WARN", choices=["DEBUG", "INFO", "WARN", "ERROR"], help="RLlib's own")
-    parser.add_argument("--storage", default="results", help="folder of the checkpoint; with --learners, seen by every node")
+    parser.add_argument(
+        "--log-level", default="WARN", choices=["DEBUG", "INFO", "WARN", "ERROR"], help="RLlib's own"
+    )
+    parser.add_argument(
+        "--storage", default="results", help="folder of the checkpoint; with --learners, seen by every node"
+    )
     args = parser.parse_args()
 
     ray.init()
@@ -52,7 +60,9 @@ def main() -> None:
     try:
         for iteration in range(1, args.iterations + 1):
             result = algo.train()
-            mean = result["env_runners"].get("episode_return_mean", float("nan"))  # none while no episode has ended
+            mean = result["env_runners"].get(
+                "episode_return_mean", float("nan")
+            )  # none while no episode has ended
             steps = int(result["num_env_steps_sampled_lifetime"])
             best = max(best, mean)
             print(f"iteration {iteration}: mean return {mean:.1f} after {steps} steps", flush=True)

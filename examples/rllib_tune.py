@@ -44,24 +44,30 @@ def main() -> None:
         .debugging(seed=1)
     )
     tuner = tune.Tuner(
-        "PPO",
+        config.algo_class,  # the name "PPO" does, too, but then Ray imports all its algorithms, and wants Pillow for one
         param_space=config,  # Tuner's word; `tune.run` has no such argument
         tune_config=tune.TuneConfig(metric=RETURN, mode="max"),
         run_config=tune.RunConfig(
             name=time.strftime("rllib-tune-%m%d-%H%M%S"),
             storage_path=args.storage if "://" in args.storage else os.path.abspath(args.storage),
             stop={"training_iteration": args.iterations, RETURN: args.target},  # whichever comes first
+            verbose=1,  # 2: a table of all settings for each trial, and there are hundreds
             checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=True),
         ),
     )
     results = tuner.fit()
     if results.errors:
         raise SystemExit(f"{len(results.errors)} trials failed; the first: {results.errors[0]}")
-    returns = {f"{r.config['lr']:g}": round(r.metrics["env_runners"]["episode_return_mean"], 1) for r in results}
+    returns = {
+        f"{r.config['lr']:g}": round(r.metrics["env_runners"]["episode_return_mean"], 1) for r in results
+    }
     for lr, mean in returns.items():
         print(f"lr {lr}: mean return {mean}")
     best = results.get_best_result()
-    print("result", json.dumps({"returns": returns, "best": best.config["lr"], "checkpoint": best.checkpoint.path}))
+    print(
+        "result",
+        json.dumps({"returns": returns, "best": best.config["lr"], "checkpoint": best.checkpoint.path}),
+    )
 
 
 if __name__ == "__main__":

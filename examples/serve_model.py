@@ -1,7 +1,7 @@
 """Serves a model with Ray Serve: deploys it, asks it over a handle and over HTTP, and shuts it down.
 
-    heliostat run --nodes 2 examples/serve_model.py --replicas 2
-    heliostat run --nodes 2 examples/serve_model.py --replicas 2 --stay      # until Ctrl-C
+heliostat run --nodes 2 examples/serve_model.py --replicas 2
+heliostat run --nodes 2 examples/serve_model.py --replicas 2 --stay      # until Ctrl-C
 """
 
 import argparse
@@ -48,7 +48,9 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--gpus", type=float, default=0, help="of each replica; 0.5: two share one")
     parser.add_argument("--questions", type=int, default=20)
-    parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0: other machines may ask, and there is no password")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="0.0.0.0: other machines may ask, and there is no password"
+    )
     parser.add_argument("--port", type=int, default=0, help="0: a free one")
     parser.add_argument("--stay", action="store_true", help="serve until Ctrl-C")
     args = parser.parse_args()
@@ -63,10 +65,14 @@ def main() -> None:
 
         answers = [handle.predict.remote([float(i)]) for i in range(args.questions)]  # all at once
         by_handle = [answer.result(timeout_s=60) for answer in answers]
-        assert [answer["y"] for answer in by_handle] == [[2.0 * i + 1] for i in range(args.questions)], by_handle
+        assert [answer["y"] for answer in by_handle] == [[2.0 * i + 1] for i in range(args.questions)], (
+            by_handle
+        )
 
         body = json.dumps({"x": [1, 2, 3]}).encode()
-        request = urllib.request.Request(f"http://127.0.0.1:{port}/", body, {"Content-Type": "application/json"})
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{port}/", body, {"Content-Type": "application/json"}
+        )
         with urllib.request.urlopen(request, timeout=60) as reply:
             by_http = json.load(reply)
         replicas = len({answer["replica"] for answer in by_handle})
@@ -76,7 +82,10 @@ def main() -> None:
             time.sleep(1)
     finally:
         serve.shutdown()
-    print("result", json.dumps({"handle": [a["y"][0] for a in by_handle], "http": by_http["y"], "replicas": replicas}))
+    print(
+        "result",
+        json.dumps({"handle": [a["y"][0] for a in by_handle], "http": by_http["y"], "replicas": replicas}),
+    )
 
 
 if __name__ == "__main__":

@@ -43,14 +43,15 @@ def trainable(config: dict[str, float]) -> None:
         with tempfile.TemporaryDirectory() as folder:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
             torch.save(state, f"{folder}/state.pt")
-            tune.report({"loss": loss.item(), "step": step}, checkpoint=tune.Checkpoint.from_directory(folder))
+            checkpoint = tune.Checkpoint.from_directory(folder)
+            tune.report({"loss": loss.item(), "step": step}, checkpoint=checkpoint)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--trials", type=int, default=8)
     parser.add_argument("--steps", type=int, default=16, help="of a trial that is not stopped early")
-    parser.add_argument("--pause", type=float, default=0, help="seconds to sleep in each step: time to interrupt")
+    parser.add_argument("--pause", type=float, default=0, help="seconds that a step sleeps, to interrupt it")
     parser.add_argument("--gpus", type=float, default=0, help="of each trial; 0.25: four trials share one")
     parser.add_argument("--storage", default="results", help="folder of the results, seen by every node")
     parser.add_argument("--name", default="sweep", help="of the sweep, a folder in --storage")
@@ -67,33 +68,29 @@ def main() -> None:
     elif tune.Tuner.can_restore(path):
         raise SystemExit(f"there is a sweep in {path}: go on with --resume, or take another --name")
     else:
-        space = {
-            "lr": tune.loguniform(1e-4, 1e-1),
-            "width": tune.choice([4, 16, 64]),
-            "steps": args.steps,
-            "pause": args.pause,
-        }
+        space = {"lr": tune.loguniform(1e-4, 1e-1), "width": tune.choice([4, 16, 64])}
+        asha = ASHAScheduler(time_attr="step", max_t=args.steps, grace_period=2, reduction_factor=3)
         tuner = tune.Tuner(
             work,
-            param_space=space,
+            param_space={**space, "steps": args.steps, "pause": args.pause},
             tune_config=tune.TuneConfig(
                 metric="loss",
                 mode="min",
                 num_samples=args.trials,
                 search_alg=tune.search.BasicVariantGenerator(random_state=7),  # the same trials every time
-                scheduler=ASHAScheduler(time_attr="step", max_t=args.steps, grace_period=2, reduction_factor=3),
+                scheduler=asha,  # of those that have come to step 2, 6, 18, … the best third goes on
             ),
-            run_config=tune.RunConfig(name=args.name, storage_path=storage),
+            run_config=tune.RunConfig(name=args.name, storage_path=storage, verbose=1),
         )
     results = tuner.fit()
     if results.errors:
         raise SystemExit(f"{len(results.errors)} trials failed; the first: {results.errors[0]}")
     steps = {result.metrics["trial_id"]: result.metrics["step"] for result in results}
-    best = results.get_best_result("loss", "min")
     for trial, step in steps.items():
         print(f"trial {trial} ended after step {step}")
-    chosen = {name: best.config[name] for name in ("lr", "width")}
-    print("result", json.dumps({"trials": len(steps), "early": sum(s < args.steps for s in steps.values()), "best": chosen, "loss": best.metrics["loss"]}))
+    best = results.get_best_result("loss", "min")
+    told = {name: best.config[name] for name in ("lr", "width")} | {"loss": best.metrics["loss"]}
+    print("result", json.dumps({"steps": steps, "best": told}))
 
 
 if __name__ == "__main__":
