@@ -51,7 +51,7 @@ def train_loop(config: dict[str, float]) -> None:
         loss.backward()
         optimizer.step()
         time.sleep(config["pause"])
-        logging.info("epoch %d, loss %.6f", epoch, loss)
+        logging.info("epoch %d, loss %.6f", epoch, loss.item())
         with tempfile.TemporaryDirectory() as folder:
             state = {"model": inner.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
             torch.save(state, f"{folder}/state.pt")
