@@ -76,7 +76,10 @@ def main() -> None:
             f"not learned: the best mean return was {best:.1f}, not {args.target:g}, after {iteration} iterations "
             f"and {steps} steps; more --iterations, or other settings in .training(…)"
         )
-    print("result", json.dumps({"return": best, "iterations": iteration, "steps": steps, "checkpoint": path}))
+    print(
+        "result",
+        json.dumps({"return": round(best, 1), "iterations": iteration, "steps": steps, "checkpoint": path}),
+    )
 
 
 if __name__ == "__main__":
