@@ -2,6 +2,8 @@
 
 PYTHON ?= python3
 RAY_VERSION ?= 2.60.0
+# Named, since without a version pip may choose a build with gigabytes of CUDA; the tests need a CPU only.
+TORCH_VERSION ?= 2.13.0
 PYTEST_ARGS ?=
 JOBS ?= 2
 
@@ -17,7 +19,7 @@ help:
 	@echo "make lab     a real Slurm of three hosts on this computer, to play in (root); make lab-down ends it"
 	@echo "make lint    ruff and mypy"
 	@echo "make bench   run the benchmarks (as root: make bench-slurm on a real Slurm, make bench-ssh over ssh)"
-	@echo "make venv    only make .venv (RAY_VERSION=$(RAY_VERSION))"
+	@echo "make venv    only make .venv (RAY_VERSION=$(RAY_VERSION) TORCH_VERSION=$(TORCH_VERSION))"
 	@echo "make clean   remove .venv and caches"
 
 demo: $(STAMP)
@@ -53,8 +55,9 @@ bench-ssh: $(STAMP) packages
 
 venv: $(STAMP)
 
-# Another RAY_VERSION than the one that is installed makes the environment anew.
-ifneq ($(shell cat $(STAMP) 2>/dev/null),$(RAY_VERSION))
+# Other versions than those that are installed make the environment anew.
+VERSIONS := $(RAY_VERSION) $(TORCH_VERSION)
+ifneq ($(shell cat $(STAMP) 2>/dev/null),$(VERSIONS))
 $(STAMP): FORCE
 endif
 
@@ -67,10 +70,10 @@ $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || sh tests/apt.sh python3-venv
 	@rm -f $(STAMP)
 	@$(VENV)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
-	@echo "installing Ray $(RAY_VERSION) and the development tools into $(VENV) (about 500 MB, a minute or two) ..."
+	@echo "installing Ray $(RAY_VERSION), PyTorch $(TORCH_VERSION) and the development tools into $(VENV) (about 2 GB, a few minutes) ..."
 	@$(VENV)/bin/python -m pip install -qq --compile --disable-pip-version-check \
-		-e '.[dev]' 'ray[default]==$(RAY_VERSION)'
-	@echo $(RAY_VERSION) > $(STAMP)
+		-e '.[dev]' 'ray[default]==$(RAY_VERSION)' 'torch==$(TORCH_VERSION)'
+	@echo $(VERSIONS) > $(STAMP)
 
 packages:
 	@sh tests/apt.sh $$(grep -v '^#' tests/apt.txt)

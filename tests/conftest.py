@@ -38,6 +38,10 @@ def _ray() -> str | None:
     return None if importlib.util.find_spec("ray") else "ray cannot be imported"
 
 
+def _torch() -> str | None:
+    return None if importlib.util.find_spec("torch") else "torch cannot be imported"
+
+
 def _root() -> str | None:
     return None if os.geteuid() == 0 else "not root"
 
@@ -67,6 +71,7 @@ def _tmpfs() -> str | None:
 # Each party is a marker, needs_NAME. The check says why the party is missing, or None.
 PARTIES: dict[str, tuple[str, Callable[[], str | None]]] = {
     "ray": ("Ray can be imported", _ray),
+    "torch": ("PyTorch can be imported", _torch),
     "root": ("the user is root", _root),
     "linux": ("the system is Linux", _linux),
     "tmux": ("tmux is installed", lambda: _programs("tmux")),

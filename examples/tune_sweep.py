@@ -1,0 +1,97 @@
+"""Searches a learning rate and a width with Ray Tune; bad trials are stopped early, and a sweep that is cut off goes on.
+
+    heliostat run --nodes 4 examples/tune_sweep.py --trials 64 --storage /shared/results
+    heliostat run --nodes 4 examples/tune_sweep.py --resume --storage /shared/results     # after an interruption
+
+On several machines --storage is a folder that all of them see (NFS, Lustre, …) or an s3:// or gs:// address.
+"""
+
+import argparse
+import json
+import os
+import tempfile
+import time
+
+import ray
+import torch
+from ray import tune
+from ray.tune.schedulers import ASHAScheduler
+from torch import nn
+
+
+def trainable(config: dict[str, float]) -> None:
+    """Fits a sine; reports its loss and a checkpoint at every step, so that it can be stopped and can go on anywhere."""
+    torch.manual_seed(0)
+    x = torch.linspace(-3, 3, 256).unsqueeze(1)
+    model = nn.Sequential(nn.Linear(1, int(config["width"])), nn.Tanh(), nn.Linear(int(config["width"]), 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=config["lr"])
+    first = 1
+    if checkpoint := tune.get_checkpoint():
+        with checkpoint.as_directory() as folder:
+            saved = torch.load(f"{folder}/state.pt")
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        first = saved["step"] + 1
+    print(f"trial {tune.get_context().get_trial_id()} begins with step {first}", flush=True)
+    for step in range(first, int(config["steps"]) + 1):
+        for _ in range(20):
+            loss = nn.functional.mse_loss(model(x), x.sin())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        time.sleep(config["pause"])
+        with tempfile.TemporaryDirectory() as folder:
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+            torch.save(state, f"{folder}/state.pt")
+            checkpoint = tune.Checkpoint.from_directory(folder)
+            tune.report({"loss": loss.item(), "step": step}, checkpoint=checkpoint)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--trials", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=16, help="of a trial that is not stopped early")
+    parser.add_argument("--pause", type=float, default=0, help="seconds that a step sleeps, to interrupt it")
+    parser.add_argument("--gpus", type=float, default=0, help="of each trial; 0.25: four trials share one")
+    parser.add_argument("--storage", default="results", help="folder of the results, seen by every node")
+    parser.add_argument("--name", default="sweep", help="of the sweep, a folder in --storage")
+    parser.add_argument("--resume", action="store_true", help="go on with the sweep of this name")
+    args = parser.parse_args()
+
+    ray.init()
+    storage = args.storage if "://" in args.storage else os.path.abspath(args.storage)
+    path = f"{storage}/{args.name}"
+    work = tune.with_resources(trainable, {"cpu": 1, "gpu": args.gpus})
+    if args.resume:
+        # what has ended is not run again; what was cut off goes on from its last checkpoint
+        tuner = tune.Tuner.restore(path, work, resume_unfinished=True, resume_errored=True)
+    elif tune.Tuner.can_restore(path):
+        raise SystemExit(f"there is a sweep in {path}: go on with --resume, or take another --name")
+    else:
+        space = {"lr": tune.loguniform(1e-4, 1e-1), "width": tune.choice([4, 16, 64])}
+        asha = ASHAScheduler(time_attr="step", max_t=args.steps, grace_period=2, reduction_factor=3)
+        tuner = tune.Tuner(
+            work,
+            param_space={**space, "steps": args.steps, "pause": args.pause},
+            tune_config=tune.TuneConfig(
+                metric="loss",
+                mode="min",
+                num_samples=args.trials,
+                search_alg=tune.search.BasicVariantGenerator(random_state=7),  # the same trials every time
+                scheduler=asha,  # of those that have come to step 2, 6, 18, … the best third goes on
+            ),
+            run_config=tune.RunConfig(name=args.name, storage_path=storage, verbose=1),
+        )
+    results = tuner.fit()
+    if results.errors:
+        raise SystemExit(f"{len(results.errors)} trials failed; the first: {results.errors[0]}")
+    steps = {result.metrics["trial_id"]: result.metrics["step"] for result in results}
+    for trial, step in steps.items():
+        print(f"trial {trial} ended after step {step}")
+    best = results.get_best_result("loss", "min")
+    told = {name: best.config[name] for name in ("lr", "width")} | {"loss": best.metrics["loss"]}
+    print("result", json.dumps({"steps": steps, "best": told}))
+
+
+if __name__ == "__main__":
+    main()

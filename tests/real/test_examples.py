@@ -1,0 +1,265 @@
+"""The examples, as a person runs them: each through `heliostat run` on one cluster of three nodes, and its result is right."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared import PATIENCE_S, heliostat, nothing_left, private_home, until
+
+pytestmark = [pytest.mark.needs_ray, pytest.mark.needs_torch, pytest.mark.needs_linux]
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+NAME = "examples"
+NODES = ["head", "w1", "w2"]
+
+
+@pytest.fixture(scope="module")
+def home() -> Iterator[Path]:
+    with private_home() as path:
+        yield path
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_leaks(home: Path) -> Iterator[None]:
+    with nothing_left(home):
+        yield
+
+
+@pytest.fixture(scope="module")
+def cluster(home: Path, no_leaks: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Three nodes. The folder in which the examples are run, and leave their results."""
+    heliostat("up", "--name", NAME, "--nodes", "3", "--cpus-per-node", "2", "--object-store", "150M")
+    try:
+        yield tmp_path_factory.mktemp("work")
+    finally:
+        heliostat("down", NAME)
+
+
+def result(said: str) -> dict[str, Any]:
+    (line,) = [line for line in said.splitlines() if line.startswith("result ")]
+    return dict(json.loads(line.removeprefix("result ")))
+
+
+def run(cluster: Path, name: str, *words: object) -> dict[str, Any]:
+    """What the example says in the end."""
+    return result(heliostat("run", "--cluster", NAME, EXAMPLES / name, *words, cwd=cluster).stdout)
+
+
+class Watched:
+    """An example that runs, and all that it has said so far."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process, self.said = process, ""
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout
+        for line in self.process.stdout:
+            self.said += line
+
+    def wait_for(self, what: str, look: Callable[[str], Any]) -> Any:
+        def found() -> Any:
+            answer = look(self.said)
+            assert answer or self.reader.is_alive(), f"ended before {what}\n{self.said[-8000:]}"
+            return answer
+
+        return until(found, f"{what}\n{self.said[-8000:]}")
+
+    def end(self) -> int:
+        code = self.process.wait(PATIENCE_S)
+        self.reader.join(PATIENCE_S)
+        return code
+
+
+@pytest.fixture
+def watch(cluster: Path, spawn_cli: Callable[..., subprocess.Popen[str]]) -> Callable[..., Watched]:
+    def start(environment: str, name: str, *words: object) -> Watched:
+        # such variables are for the script alone; the cluster's jobs do not have those of our shell
+        command = ["env", environment, "python", str(EXAMPLES / name), *map(str, words)]
+        options = {"cwd": cluster, "stderr": subprocess.STDOUT}
+        return Watched(spawn_cli("run", "--cluster", NAME, "--", *command, **options))
+
+    return start
+
+
+def test_hello_names_every_node(cluster: Path) -> None:
+    said = heliostat("run", "--cluster", NAME, EXAMPLES / "hello_ray.py", cwd=cluster).stdout
+    assert [line.partition(":")[0] for line in said.splitlines() if "(host " in line] == NODES
+    assert said.endswith("hello from 3 nodes\n")
+
+
+def test_work_is_spread(cluster: Path) -> None:
+    said = run(cluster, "distributed_compute.py", "--limit", 200_000)
+    assert said["primes"] == 17984 and said["speedup"] > 0
+    assert sorted(said["chunks"]) == NODES and sum(said["chunks"].values()) == 48
+    assert all(said["chunks"].values()), said
+
+
+def test_without_a_gpu_each_node_works_on_its_cpu(cluster: Path) -> None:
+    said = run(cluster, "gpu_workload.py", "--size", 256)
+    assert said["gpus"] == 0
+    assert [(w["node"], w["device"]) for w in said["workers"]] == [(node, "CPU") for node in NODES]
+    assert all(w["gflops"] > 0 and w["error"] < 1e-3 for w in said["workers"])
+
+
+def test_data(cluster: Path) -> None:
+    said = run(cluster, "data_pipeline.py", "--rows", 30_000)
+    assert said["rows"] == 20_000
+    assert said["sums"] == {"1": sum(range(1, 30_000, 3)), "2": sum(range(2, 30_000, 3))}
+    import pyarrow.parquet
+
+    table = pyarrow.parquet.read_table(said["path"])
+    assert sorted(table["id"].to_pylist()) == [n for n in range(30_000) if n % 3]
+    assert all(s == n * n for s, n in zip(table["square"].to_pylist(), table["id"].to_pylist(), strict=True))
+
+
+def test_serve(cluster: Path) -> None:
+    said = run(cluster, "serve_model.py")
+    assert said["handle"] == [2 * i + 1 for i in range(20)] and said["http"] == [3, 5, 7]
+    assert 1 <= said["replicas"] <= 2
+
+
+# --- Ray Train
+
+
+def trained_alone(epochs: int) -> float:
+    """The loss after so many epochs, with all the data in one process: what two workers must come to, too."""
+    import torch
+
+    x = torch.rand(1024, 2, generator=torch.Generator().manual_seed(0)) * 4 - 2
+    y = x[:, :1].sin() * x[:, 1:]
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    for _ in range(epochs):
+        loss = torch.nn.functional.mse_loss(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return torch.nn.functional.mse_loss(model(x), y).item()
+
+
+def begun(said: str) -> list[tuple[int, str, int, int]]:
+    """(rank, node, pid, first epoch) of each worker that has begun, in order."""
+    found = re.findall(r"worker (\d)/2 on (\w+) pid (\d+): begins with epoch (\d+)", said)
+    return [(int(rank), node, int(pid), int(first)) for rank, node, pid, first in found]
+
+
+def test_training_survives_a_killed_worker_and_a_drained_node(watch: Callable[..., Watched]) -> None:
+    epochs = 24
+    words = ["--epochs", epochs, "--pause", "1", "--name", "survivor", "--placement", "STRICT_SPREAD"]
+    training = watch("RAY_DEDUP_LOGS=0", "train_torch.py", *words)
+
+    training.wait_for("the second epoch", lambda said: re.search(r"worker 1/2 .*: epoch 1,", said))
+    first = begun(training.said)
+    assert sorted((rank, epoch) for rank, _, _, epoch in first) == [(0, 0), (1, 0)]
+    assert len({node for _, node, _, _ in first}) == 2
+    os.kill(next(pid for rank, _, pid, _ in first if rank == 1), signal.SIGKILL)
+
+    training.wait_for("two new workers", lambda said: len(begun(said)) == 4)
+    second = begun(training.said)[2:]
+    assert {epoch for _, _, _, epoch in second} <= set(range(1, epochs))
+    assert not {pid for _, _, pid, _ in first} & {pid for _, _, pid, _ in second}
+    heliostat("restart", NAME, "--node", next(node for _, node, _, _ in second if node != "head"))
+
+    training.wait_for("two more", lambda said: len(begun(said)) == 6)
+    third = begun(training.said)[4:]
+    assert min(epoch for _, _, _, epoch in third) > max(epoch for _, _, _, epoch in second)
+    assert training.end() == 0, training.said[-8000:]
+    said = result(training.said)
+    assert said["epochs"] == epochs
+    assert said["loss"] == pytest.approx(trained_alone(epochs), rel=1e-3)
+    assert said["loss"] != pytest.approx(
+        trained_alone(epochs - 1), rel=1e-3
+    )  # an epoch more or less would show
+
+
+# --- Ray Tune
+
+
+def trials(folder: Path) -> dict[str, str]:
+    """Trial -> its status, as Tune has last written it down."""
+    states = sorted(folder.glob("experiment_state-*.json"))
+    if not states:
+        return {}
+    try:
+        rows = [json.loads(row[0]) for row in json.loads(states[-1].read_text())["trial_data"]]
+    except ValueError:  # it is being written
+        return {}
+    return {row["trial_id"]: row["status"] for row in rows}
+
+
+def test_a_sweep_goes_on_after_an_interruption(cluster: Path, watch: Callable[..., Watched]) -> None:
+    words = ["--trials", 8, "--steps", 6]
+    sweep = watch("TUNE_GLOBAL_CHECKPOINT_S=1", "tune_sweep.py", *words, "--pause", "0.7")
+    folder = cluster / "results" / "sweep"
+
+    def some_have_ended(_: str) -> bool:
+        return {"TERMINATED", "RUNNING"} <= set(trials(folder).values())
+
+    sweep.wait_for("the end of a trial", some_have_ended)
+    os.killpg(sweep.process.pid, signal.SIGINT)
+    assert sweep.end() == 130, sweep.said[-8000:]
+    ended = {trial for trial, status in trials(folder).items() if status == "TERMINATED"}
+
+    heliostat(
+        "run", "--cluster", NAME, EXAMPLES / "tune_sweep.py", *words, cwd=cluster, code=1
+    )  # not over the old one
+    said = heliostat(
+        "run", "--cluster", NAME, EXAMPLES / "tune_sweep.py", *words, "--resume", cwd=cluster
+    ).stdout
+    again = dict(re.findall(r"trial (\w+) begins with step (\d+)", said))
+    assert ended and not ended & again.keys(), (ended, again)
+    steps = result(said)["steps"]
+    assert len(steps) == 8 and set(again) <= set(steps)
+    assert min(steps.values()) < 6 <= max(steps.values()), "some are stopped early, the best is not"
+    assert any(int(step) > 1 for step in again.values()), "what was cut off goes on from its checkpoint"
+    assert result(said)["best"]["loss"] < 0.2
+
+
+# --- RLlib
+
+
+def test_cartpole_is_learned(cluster: Path) -> None:
+    said = run(cluster, "rllib_cartpole.py", "--target", 60, "--runners", 1)
+    assert said["return"] >= 60 and said["steps"] >= 2000 * said["iterations"]
+    assert (Path(said["checkpoint"]) / "learner_group").is_dir()
+
+
+def test_cartpole_says_that_it_is_not_learned(cluster: Path) -> None:
+    words = ["--target", 499, "--iterations", 1, "--runners", 1]
+    done = heliostat("run", "--cluster", NAME, EXAMPLES / "rllib_cartpole.py", *words, cwd=cluster, code=1)
+    assert "not learned: the best mean return was" in done.stdout + done.stderr
+
+
+def test_self_play(cluster: Path) -> None:
+    first = run(cluster, "rllib_selfplay_ipd.py", "--iterations", 4)
+    assert first["iterations"] == 4 and 0 <= first["pay"] <= 5
+    words = ["--iterations", 8, "--restore", first["checkpoint"]]
+    said = heliostat("run", "--cluster", NAME, EXAMPLES / "rllib_selfplay_ipd.py", *words, cwd=cluster).stdout
+    restored = re.search(r"restored iteration (\d+), strategy (.*)", said)
+    assert restored and restored[1] == "4" and json.loads(restored[2]) == first["defects"]
+    assert re.findall(r"^iteration (\d+):", said, re.M) == ["5", "6", "7", "8"]
+    defects = result(said)["defects"]
+    assert all(chance > 0.5 for chance in defects.values()), (
+        defects
+    )  # the dominant move, whatever it has seen
+    assert defects["start"] > 0.75, defects
+
+
+def test_tune_over_rllib(cluster: Path) -> None:
+    said = run(cluster, "rllib_tune.py", "--lr", "1e-6", "1e-3", "--iterations", 3)
+    assert set(said["returns"]) == {"1e-06", "0.001"}
+    assert said["best"] == 0.001 and said["returns"]["0.001"] > said["returns"]["1e-06"]
+    assert Path(said["checkpoint"]).is_dir()
