@@ -27,10 +27,12 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Node:
-    """One node at one moment. `resources`: used and total, as Ray counts. `at`: when the host was looked at."""
+    """One node at one moment. `resources`: used and total, as Ray counts. `held`: what placement groups hold and nobody
+    uses. `at`: when the host was looked at."""
 
     name: str
     resources: Mapping[str, Sequence[float]]
+    held: Mapping[str, float] = field(default_factory=dict)
     at: float | None = None
     cpu: float | None = None
     memory: tuple[float, float] | None = None  # used, total, in bytes
@@ -42,9 +44,17 @@ class Node:
     def total(self, what: str) -> float:
         return self.resources.get(what, (0.0, 0.0))[1]
 
+    def taken(self, what: str) -> float:
+        return self.used(what) + self.held.get(what, 0.0)
+
     def could_take(self, shape: Shape) -> bool:
         """Were it empty."""
         return all(value <= self.total(name) for name, value in shape.items())
+
+    def has_room(self, shape: Shape, *, held: bool = False) -> bool:
+        """Now. held: were that free, too, which placement groups hold for nobody."""
+        taken = self.used if held else self.taken
+        return all(value <= self.total(name) - taken(name) for name, value in shape.items())
 
 
 @dataclass(frozen=True)
@@ -58,11 +68,10 @@ class Demand:
 
 @dataclass(frozen=True)
 class Reading:
-    """A cluster at one moment. `held`: what placement groups hold, used and held in all."""
+    """A cluster at one moment."""
 
     nodes: Sequence[Node]
     demands: Sequence[Demand] = ()
-    held: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -100,8 +109,8 @@ class Figures:
     def last(self) -> Reading:
         return self.readings[-1]
 
-    def used(self, what: str) -> float:
-        return sum(node.used(what) for node in self.last.nodes)
+    def taken(self, what: str) -> float:
+        return sum(node.taken(what) for node in self.last.nodes)
 
     def total(self, what: str) -> float:
         return sum(node.total(what) for node in self.last.nodes)
@@ -111,9 +120,18 @@ class Figures:
         shapes = [{key(demand.shape) for demand in reading.demands} for reading in self.readings]
         return [d for d in self.last.demands if all(key(d.shape) in seen for seen in shapes)]
 
-    def taken(self, shape: Shape) -> str:
-        """`CPU 4 of 4`: how much of what a shape asks for is in use."""
-        return ", ".join(f"{self.used(name):g} of {self.total(name):g} {name}" for name in shape)
+    def use_of(self, shape: Shape) -> str:
+        """How much of what a shape asks for is taken, and by whom."""
+        parts = [f"{self.taken(name):g} of {self.total(name):g} {name} taken" for name in shape]
+        holders = sorted(
+            (
+                (actors.alive * max(actors.shape.get(name, 0.0) for name in shape), actors)
+                for actors in self.actors
+            ),
+            key=lambda holder: -holder[0],
+        )
+        parts += [f"{a:g} by {who.alive} × `{who.name}` of job {who.job}" for a, who in holders[:2] if a]
+        return ", ".join(parts)
 
 
 @dataclass(frozen=True)
@@ -138,7 +156,7 @@ def advise(figures: Figures) -> list[Advice]:
 def summary(figures: Figures) -> str:
     """How much is in use, in one line."""
     parts = [
-        f"{figures.used(name):g}/{figures.total(name):g} {name}s asked for"
+        f"{figures.taken(name):g}/{figures.total(name):g} {name}s asked for"
         for name in ("CPU", "GPU")
         if figures.total(name)
     ]
@@ -147,7 +165,7 @@ def summary(figures: Figures) -> str:
     parts += [f"CPUs {fmean(uses):.0f} % busy"] if uses else []
     parts += [f"GPUs {fmean(gpus):.0f} % busy"] if gpus else []
     store = "object_store_memory"
-    parts.append(f"object store {format_bytes(figures.used(store))} of {format_bytes(figures.total(store))}")
+    parts.append(f"object store {format_bytes(figures.taken(store))} of {format_bytes(figures.total(store))}")
     return ", ".join(parts)
 
 
@@ -180,8 +198,8 @@ def never(figures: Figures) -> Iterator[Advice]:
         if group.infeasible:
             yield Advice(
                 "infeasible",
-                f"a placement group asks for {_bundles(group.bundles)}, which these nodes could not hold if they were empty",
-                f"{count(len(nodes), 'node')}: {_nodes(nodes)}" + _of_job(group.job),
+                f"a placement group of job {group.job} asks for {_bundles(group.bundles)}, which these nodes could not hold were they empty",
+                f"{count(len(nodes), 'node')}: {_nodes(nodes)}",
                 _waits_for_ever(figures),
                 f"fewer or smaller bundles (heliostat plan train {figures.cluster} says what fits), or more nodes: "
                 f"heliostat scale {figures.cluster} N",
@@ -192,63 +210,73 @@ def starved(figures: Figures) -> Iterator[Advice]:
     """What would fit, were others not there."""
     fits = [d for d in figures.lasting() if any(n.could_take(d.shape) for n in figures.last.nodes)]
     for demand in fits:
-        waiting = [a for a in figures.actors if a.waiting and key(a.shape) == key(demand.shape)]
-        if deadlock := _held_by_nobody(figures, demand):
-            yield deadlock
+        if stuck := _stuck(figures, demand):
+            yield stuck
             continue
-        for pool in waiting:
+        pools = [a for a in figures.actors if a.waiting and key(a.shape) == key(demand.shape)]
+        for pool in pools:
             yield Advice(
                 "starved",
-                f"{pool.waiting} of {pool.alive + pool.waiting} `{pool.name}` wait for {show(pool.shape)}",
-                f"{figures.taken(pool.shape)} in use{_holders(figures, pool.shape)}" + _of_job(pool.job),
+                f"{pool.waiting} of {pool.alive + pool.waiting} `{pool.name}` of job {pool.job} wait for {show(pool.shape)}",
+                figures.use_of(pool.shape),
                 "the program waits for all of them, or goes on with fewer than it was told; other work must end first",
-                f"ask for {pool.alive} (num_env_runners, num_workers, …), let the other work end (heliostat jobs {figures.cluster}), "
+                f"ask for {pool.alive} (num_env_runners, num_workers, …), let other work end (heliostat jobs {figures.cluster}), "
                 f"or add nodes: heliostat scale {figures.cluster} N",
             )
-        rest = demand.count - sum(pool.waiting for pool in waiting)
+        rest = demand.count - sum(pool.waiting for pool in pools)
         if rest > 0:
             yield Advice(
                 "waiting",
                 f"{count(rest, 'task')} {'waits' if rest == 1 else 'wait'} for {show(demand.shape)}",
-                f"{figures.taken(demand.shape)} in use{_holders(figures, demand.shape)}",
+                figures.use_of(demand.shape),
                 "a queue is no fault: they run when others have ended",
                 f"more nodes would run more of them at once: heliostat scale {figures.cluster} N",
             )
     for group in figures.groups:
         if not group.infeasible:
-            wanted = {name: 0.0 for bundle in group.bundles for name in bundle}
             yield Advice(
                 "starved",
-                f"a placement group waits for {_bundles(group.bundles)}",
-                f"{figures.taken(wanted)} in use{_holders(figures, wanted)}" + _of_job(group.job),
-                "all of its bundles must be free at once; until then nothing of that program runs",
-                f"let the other work end (heliostat jobs {figures.cluster}), ask for fewer workers, or add nodes: "
+                f"a placement group of job {group.job} waits for {_bundles(group.bundles)}",
+                figures.use_of({name: 0.0 for bundle in group.bundles for name in bundle}),
+                "all of its bundles must be free at once; until then nothing that needs the group runs",
+                f"let other work end (heliostat jobs {figures.cluster}), ask for fewer workers, or add nodes: "
                 f"heliostat scale {figures.cluster} N",
             )
 
 
-def _held_by_nobody(figures: Figures, demand: Demand) -> Advice | None:
-    """A deadlock: placement groups hold what waits outside of them, and do not use it; or what waits in one cannot fit."""
-    idle = {name: held - used for name, (used, held) in figures.last.held.items()}
+def _stuck(figures: Figures, demand: Demand) -> Advice | None:
+    """What waits for no other work: for room that a placement group holds, or for something that is no room."""
+    nodes, asks = figures.last.nodes, f"{_number(demand)} {show(demand.shape)}"
+    held = {name: amount for name in demand.shape if (amount := sum(n.held.get(name, 0.0) for n in nodes))}
     if demand.grouped:
         return Advice(
             "deadlock",
-            f"{_number(demand)} {show(demand.shape)} inside a placement group whose bundles have no such room",
-            f"groups hold {show({n: h for n, (_, h) in figures.last.held.items()})}, of which {show(idle)} are idle",
-            "a bundle must hold all that runs in it; what is free elsewhere does not count, and Ray waits without an error",
-            "larger bundles, or fewer tasks and actors in each of them",
+            f"{asks} inside a placement group, and no bundle has that room",
+            f"idle in groups: {show(held)}",
+            "what runs in a group must fit into one of its bundles beside what is there; what is free elsewhere does not count",
+            "larger bundles, or fewer tasks and actors in each",
         )
-    free = {name: figures.total(name) - figures.used(name) for name in demand.shape}
-    if all(free[n] + idle.get(n, 0.0) >= value for n, value in demand.shape.items()) and any(
-        free[n] < value <= idle.get(n, 0.0) for n, value in demand.shape.items()
-    ):
+    if any(node.has_room(demand.shape) for reading in figures.readings for node in reading.nodes):
+        always = all(any(n.has_room(demand.shape) for n in reading.nodes) for reading in figures.readings)
+        return (
+            Advice(
+                "stuck",
+                f"{asks}, and wait though a node has it free",
+                figures.use_of(demand.shape),
+                "they wait for one certain node (affinity, labels), or for their environment (pip, working_dir) to be made",
+                f"heliostat logs {figures.cluster} NODE shows runtime_env_setup logs; is the node that they name alive? heliostat status {figures.cluster}",
+            )
+            if always
+            else None
+        )
+    if any(node.has_room(demand.shape, held=True) for node in nodes):
         return Advice(
             "deadlock",
-            f"{_number(demand)} {show(demand.shape)}, which placement groups hold and do not use",
-            f"{show(idle)} held by groups and idle, {show(free)} free outside of them",
-            "where the same program has made that group and waits for this task or actor, it waits for itself",
-            "run it inside the group (PlacementGroupSchedulingStrategy, placement_group_capture_child_tasks=True), or let the group "
-            "leave a CPU free: one worker less",
+            f"{asks}, which placement groups hold and do not use",
+            f"{show(held)} held and idle",
+            "where one program made the group and waits for this task or actor outside of it, it waits for itself",
+            "run it inside (PlacementGroupSchedulingStrategy, placement_group_capture_child_tasks=True), or leave a CPU out of the "
+            "group: one worker less",
         )
     return None
 
@@ -271,21 +299,22 @@ def memory(figures: Figures) -> Iterator[Advice]:
 
 
 def store(figures: Figures) -> Iterator[Advice]:
-    """Objects on disk, or nearly."""
+    """Objects on disk, or nearly. What was written long ago, by who has left, is nobody's trouble."""
     for node in figures.last.nodes:
         before, spilled = figures.spilled.get(node.name, (0, 0))
         used, total = node.used("object_store_memory"), node.total("object_store_memory")
         saw = f"{format_bytes(used)} of {format_bytes(total)} in the object store"
-        larger = "a larger store (up --object-store 20G); fewer objects at once: drop references, smaller blocks and batches, del what is not needed"
-        if spilled:
+        larger = (
+            "a larger store (up --object-store 20G); fewer objects at once: smaller blocks and batches, `del` what is not "
+            "needed any more"
+        )
+        if spilled > before or (spilled and used >= total / 2):
             more = f", {format_bytes(spilled - before)} of it while we looked" if spilled > before else ""
             yield Advice(
                 "spilling",
-                f"the object store of {node.name} writes to disk"
-                if more
-                else f"the object store of {node.name} has written to disk",
+                f"the object store of {node.name} writes to disk",
                 f"{format_bytes(spilled)} written{more}; {saw}",
-                "what does not fit is written and read again: everything that uses these objects goes at the speed of the disk",
+                "what does not fit is written and read again: whatever uses these objects goes at the speed of the disk",
                 larger,
             )
         elif total and used >= STORE_FULL * total:
@@ -331,17 +360,17 @@ def gpu_hot(figures: Figures) -> Iterator[Advice]:
 
 def gpu_idle(figures: Figures) -> Iterator[Advice]:
     """GPUs that nobody asks for while there is work, and GPUs that are asked for and wait."""
-    asked, total = figures.used("GPU"), figures.total("GPU")
-    if total and not asked and figures.used("CPU"):
+    asked, total = figures.taken("GPU"), figures.total("GPU")
+    if total and not asked and figures.taken("CPU"):
         yield Advice(
             "gpu-unused",
             f"nobody asks for the {count(int(total), 'GPU')} of this cluster",
-            f"0 of {total:g} GPU asked for, while {figures.taken({'CPU': 0})} are in use",
+            f"0 of {total:g} GPU taken, while {figures.use_of({'CPU': 0.0})}",
             "Ray shows a GPU only to who asks for one: for all others there is none",
             f"num_gpus=1 for a task or an actor, use_gpu=True for Train, num_gpus_per_learner=1 for RLlib: heliostat plan rllib {figures.cluster}",
         )
     slow = [
-        (node, index, use) for node, index, use in gpu_use(figures) if use < GPU_BUSY and node.used("GPU")
+        (node, index, use) for node, index, use in gpu_use(figures) if use < GPU_BUSY and node.taken("GPU")
     ]
     if not slow:
         return
@@ -361,7 +390,7 @@ def gpu_idle(figures: Figures) -> Iterator[Advice]:
 def _why_slow(figures: Figures, names: set[str]) -> tuple[str, str]:
     """(what keeps the GPUs waiting, what to do about it)"""
     plan = f"heliostat plan rllib {figures.cluster} --strategy rollouts"
-    free = figures.total("CPU") - figures.used("CPU")
+    free = figures.total("CPU") - figures.taken("CPU")
     busy = [use for name in names if (use := mean_cpu(figures, name)) is not None and use >= CPU_BUSY]
     if busy:
         return (
@@ -382,11 +411,11 @@ def _why_slow(figures: Figures, names: set[str]) -> tuple[str, str]:
 def uneven(figures: Figures) -> Iterator[Advice]:
     """Some nodes are full and busy, others have nothing to do."""
     nodes = [node for node in figures.last.nodes if node.total("CPU")]
-    idle = [node for node in nodes if not node.used("CPU") and not node.used("GPU")]
+    idle = [node for node in nodes if not node.taken("CPU") and not node.taken("GPU")]
     full = [
         node
         for node in nodes
-        if node.used("CPU") >= node.total("CPU") and (mean_cpu(figures, node.name) or 0.0) >= CPU_BUSY
+        if node.taken("CPU") >= node.total("CPU") and (mean_cpu(figures, node.name) or 0.0) >= CPU_BUSY
     ]
     if idle and full:
         yield Advice(
@@ -472,38 +501,17 @@ def _nodes(nodes: Sequence[Node]) -> str:
     shown = [
         f"{node.name} "
         + " ".join(
-            f"{name} {node.used(name):g}/{node.total(name):g}" for name in ("CPU", "GPU") if node.total(name)
+            f"{name} {node.taken(name):g}/{node.total(name):g}" for name in ("CPU", "GPU") if node.total(name)
         )
         for node in nodes[:4]
     ]
     return ", ".join(shown) + (" …" if len(nodes) > 4 else "")
 
 
-def _holders(figures: Figures, shape: Shape) -> str:
-    """Who has the most of it: `, 4 by `A` (job 04000000)`."""
-    held = [
-        (actors.alive * max(actors.shape.get(name, 0.0) for name in shape), actors)
-        for actors in figures.actors
-        if actors.alive and shape
-    ]
-    best = [
-        f"{amount:g} by {actors.alive} × `{actors.name}`{_of_job(actors.job)}"
-        for amount, actors in sorted(held, key=lambda h: -h[0])[:2]
-        if amount
-    ]
-    return "".join(f", {one}" for one in best)
-
-
 def _who(figures: Figures, shape: Shape) -> str:
-    """`; asked for by `A` (job …)`, where it is actors that wait."""
-    names = [
-        f"`{a.name}`{_of_job(a.job)}" for a in figures.actors if a.waiting and key(a.shape) == key(shape)
-    ]
-    return f"; asked for by {', '.join(names)}" if names else ""
-
-
-def _of_job(job: str) -> str:
-    return f" (job {job})" if job else ""
+    """`; `A` of lab-1 ask for it`, where it is actors that wait."""
+    names = [f"`{a.name}` of job {a.job}" for a in figures.actors if a.waiting and key(a.shape) == key(shape)]
+    return f"; it is {', '.join(names)}" if names else ""
 
 
 def _waits_for_ever(figures: Figures) -> str:

@@ -30,6 +30,7 @@ def machines(life: Lifecycle, name: str) -> tuple[list[sizing.Node], list[str]]:
     notes = []
     for what in ("CPU", "GPU"):
         used, total = (sum(n["resources"].get(what, [0, 0])[i] for n in nodes) for i in (0, 1))
+        used += sum(n["held"].get(what, 0) for n in nodes)
         if used:
             notes.append(
                 f"{used:g} of {total:g} {what}s are in use now: the plan is for the cluster without that"
@@ -70,11 +71,9 @@ def collect(
 
 
 def _reading(api: RayApi) -> Reading:
-    demands, held = api.demands()
     return Reading(
         [_node(node) for node in api.nodes()],
-        [Demand(one["shape"], one["count"], one["grouped"]) for one in demands],
-        held,
+        [Demand(one["shape"], one["count"], one["grouped"]) for one in api.demands()],
     )
 
 
@@ -83,6 +82,7 @@ def _node(node: dict[str, Any]) -> Node:
     return Node(
         str(node["name"]),
         node["resources"],
+        node["held"],
         host["at"],
         host["cpu"],
         tuple(host["memory"]) if host["memory"] else None,

@@ -94,7 +94,7 @@ def rllib(nodes: Sequence[Node], strategy: str) -> Sizing:
         raise _nothing("RLlib's algorithm takes one CPU", nodes)
     room = cores - 1
     learners, gpus, cpus = (
-        (*_gpu_learners(strategy, devices), 0) if devices else (_cpu_learners(strategy, room), 0, 1)
+        (*_gpu_learners(strategy, devices, room), 0) if devices else (_cpu_learners(strategy, room), 0, 1)
     )
     most = max(room - learners, min(room, 1))
     wanted = {"rollouts": most, "gpu": FEW * max(1, learners), "balanced": MANY * max(1, learners)}[strategy]
@@ -136,11 +136,12 @@ def rllib(nodes: Sequence[Node], strategy: str) -> Sizing:
     )
 
 
-def _gpu_learners(strategy: str, devices: int) -> tuple[int, float]:
-    """How many, and what each has of a GPU."""
+def _gpu_learners(strategy: str, devices: int, room: int) -> tuple[int, float]:
+    """How many, and what each has of a GPU. They ask for no core, but there is one for each, and one for a runner."""
     if strategy == "rollouts":
         return 1, LEARNER_SHARE
-    return (devices if strategy == "gpu" else max(1, devices // 2)), 1
+    wanted = devices if strategy == "gpu" else devices // 2
+    return max(1, min(wanted, room - 1)), 1
 
 
 def _cpu_learners(strategy: str, room: int) -> int:
@@ -160,7 +161,7 @@ def _share(nodes: Sequence[Node], runners: int, devices: int) -> float:
 
 
 def _why_runners(runners: int, wanted: int, cores: int, learners: int, strategy: str) -> str:
-    kept = "one for the algorithm" + (f" and {learners} for the learners" if learners else "")
+    kept = "one for the algorithm" + (" and one for each learner" if learners else "")
     if runners < wanted or strategy == "rollouts":
         return f"all of the {count(cores, 'CPU')}, but for {kept}"
     return f"{FEW if strategy == 'gpu' else MANY} a learner, of {count(cores, 'CPU')}"
@@ -179,6 +180,8 @@ def _why_learners(strategy: str, learners: int, devices: int) -> dict[str, str]:
         "gpu": f"every GPU learns: {count(devices, 'GPU')} on the nodes",
         "balanced": f"half of the {count(devices, 'GPU')}, one at least",
     }[strategy]
+    if learners < (devices if strategy == "gpu" else devices // 2):
+        number = f"there are {count(devices, 'GPU')}, and CPUs for so many learners"
     return {
         "num_learners": number,
         "num_gpus_per_learner": "the rest of this GPU is free for other work"
@@ -226,10 +229,8 @@ def train(
         {
             "num_workers": f"as many as fit, on {used} of {count(len(nodes), 'node')}"
             + (", one on each" if alone else ""),
-            "use_gpu": f"{count(devices, 'GPU')} on the nodes" if devices else "no node has a GPU",
-            "resources_per_worker": "as you said"
-            if cpus_per_worker is not None
-            else "the node with the fewest CPUs for its workers has so many for each",
+            "use_gpu": _why_gpu(gpus, gpus_per_worker, devices),
+            "resources_per_worker": _why_cpus(cpus, cpus_per_worker),
             "placement_strategy": {
                 "PACK": "workers close together: the least traffic between nodes",
                 "SPREAD": "over all nodes, as far as it goes",
@@ -238,6 +239,22 @@ def train(
         },
         [asked] * workers,
         _train_notes(gpus, devices, free),
+    )
+
+
+def _why_gpu(gpus: float, asked: float | None, devices: int) -> str:
+    if asked is not None:
+        return "as you said"
+    return f"{count(devices, 'GPU')} on the nodes" if gpus else "no node has a GPU"
+
+
+def _why_cpus(cpus: int, asked: int | None) -> str:
+    if asked is not None:
+        return "as you said"
+    return (
+        "the node with the fewest CPUs for its workers has so many for each"
+        if cpus
+        else "no CPU: a node has fewer of them than workers"
     )
 
 
