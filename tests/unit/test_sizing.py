@@ -70,6 +70,20 @@ def test_rllib_fits_wherever_ray_puts_it(nodes: list[Node], strategy: str, data:
         assert all(placed.put(dict(bundle), choosing(data)) for bundle in order)
 
 
+@pytest.mark.parametrize(
+    "sizes", [[(12, 1), (4, 1)], [(32, 4), (32, 4)], [(16, 2), (16, 3), (64, 0)], [(40, 8)]]
+)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_runners_that_come_first_leave_gpus_whole(sizes: list[tuple[int, int]], strategy: str) -> None:
+    """Each goes to the emptiest node that has room, which is the worst for who comes after them."""
+    nodes = [Node(f"n{i}", cpus, gpus) for i, (cpus, gpus) in enumerate(sizes)]
+    placed = Placed(nodes)
+    assert all(
+        placed.put(dict(bundle), lambda able: min(able, key=lambda i: placed.many[i]))
+        for bundle in rllib(nodes, strategy).bundles[1:]
+    )
+
+
 @given(NODES, st.sampled_from(STRATEGIES))
 def test_rllib_asks_for_what_its_lines_say(nodes: list[Node], strategy: str) -> None:
     """The bundles are those of RLlib's own `default_resource_request` for these lines."""
