@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from heliostat import backends, config
 from heliostat.errors import HeliostatError
@@ -14,6 +14,10 @@ from heliostat.jobs import Jobs
 from heliostat.lifecycle import Lifecycle
 from heliostat.rayapi import FINAL
 from heliostat.spec import ClusterSpec
+
+if TYPE_CHECKING:
+    from heliostat.advice import Advice
+    from heliostat.sizing import Sizing
 
 
 class Job:
@@ -103,6 +107,31 @@ class Cluster:
         from heliostat import report
 
         return report.status(self._life, self.name)
+
+    def plan_rllib(self, strategy: str = "balanced") -> Sizing:
+        """Env runners and learners that fit: `config.env_runners(**plan.calls["env_runners"])`, `.learners(…)` likewise."""
+        from heliostat import readings, sizing
+
+        nodes, notes = readings.machines(self._life, self.name)
+        return sizing.rllib(nodes, strategy).noting(notes)
+
+    def plan_train(
+        self,
+        cpus_per_worker: int | None = None,
+        gpus_per_worker: float | None = None,
+        placement: str = "PACK",
+    ) -> Sizing:
+        """Workers that fit: `ScalingConfig(**plan.calls["ScalingConfig"])`."""
+        from heliostat import readings, sizing
+
+        nodes, notes = readings.machines(self._life, self.name)
+        return sizing.train(nodes, cpus_per_worker, gpus_per_worker, placement).noting(notes)
+
+    def advise(self, seconds: float = 15.0) -> list[Advice]:
+        """Looks for so long; what keeps the cluster from going faster, or at all. Empty: nothing."""
+        from heliostat import advice, readings
+
+        return advice.advise(readings.collect(self._life, self.name, seconds))
 
     def scale(self, workers: int) -> None:
         from heliostat import growth

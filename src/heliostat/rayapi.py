@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import http.client
 import json
@@ -19,7 +20,13 @@ from heliostat.errors import HeliostatError, NotFoundError
 from heliostat.units import parse_bytes
 
 FINAL = frozenset({"SUCCEEDED", "FAILED", "STOPPED"})
-_USED = re.compile(r"^([\d.]+)(B|KiB|MiB|GiB|TiB)?/([\d.]+)(B|KiB|MiB|GiB|TiB)? (\S+)")
+_AMOUNT = r"([\d.]+)(B|KiB|MiB|GiB|TiB)?"
+_USED = re.compile(
+    rf"^{_AMOUNT}/{_AMOUNT} (\S+)(?: \({_AMOUNT} used of {_AMOUNT} reserved in placement groups\))?"
+)
+_WAITS = re.compile(
+    r"^ (\{.*\}): (\d+)\+ pending tasks/actors(?: \((\d+)\+ using placement groups\))?$", re.MULTILINE
+)
 
 
 class NoAnswer(HeliostatError):
@@ -98,8 +105,10 @@ class RayApi:
     # -- nodes
 
     def nodes(self) -> list[dict[str, Any]]:
-        """Alive nodes: name, ip, id, is_head, resources {name: [used, total]}, gpus."""
-        data = self._get("/nodes?view=summary")["data"]
+        """Alive nodes: name, ip, id, is_head, resources {name: [used, total]}, gpus; `held`: what placement groups hold
+        and nobody uses, which is not in `used`; `host`: its own figures, which Ray's agent there takes every five seconds."""
+        # nocache: the dashboard would answer with what it said last time, and only then look anew
+        data = self._get("/nodes?view=summary&nocache=1")["data"]
         used = data.get("nodeLogicalResources") or {}
         found = []
         for node in data["summary"]:
@@ -107,8 +116,9 @@ class RayApi:
             if raylet.get("state") != "ALIVE":
                 continue
             resources = _totals(raylet.get("resourcesTotal") or {})
-            for name, pair in _usage(used.get(raylet.get("nodeId"), "")).items():
-                resources[name] = [pair[0], resources.get(name, pair)[1]]
+            usage = _usage(used.get(raylet.get("nodeId"), ""))
+            for name, (in_use, total, _) in usage.items():
+                resources[name] = [in_use, resources.get(name, [0.0, total])[1]]
             found.append(
                 {
                     "name": raylet.get("nodeName"),
@@ -116,10 +126,68 @@ class RayApi:
                     "ip": raylet.get("nodeManagerAddress"),
                     "is_head": bool(raylet.get("isHeadNode")),
                     "resources": resources,
+                    "held": {name: held for name, (_, _, held) in usage.items() if held},
                     "gpus": [_gpu(gpu) for gpu in node.get("gpus") or []],
+                    "host": _host(node),
                 }
             )
         return found
+
+    # -- what is asked of it
+
+    def spilled(self, node_id: str) -> int:
+        """Bytes that the object store of this node has written to disk since it started; Ray looks every fifteen seconds."""
+        data = self._get(f"/nodes/{quote(node_id, safe='')}?nocache=1")["data"]
+        stats = ((data.get("detail") or {}).get("raylet") or {}).get("storeStats") or {}
+        return int(stats.get("spilledBytesTotal") or 0)
+
+    def demands(self) -> list[dict[str, Any]]:
+        """Tasks and actors that wait for a place: shape, count, and how many of them wait inside a placement group.
+
+        Ray's GCS counts them, so this answers with or without an autoscaler; the dashboard has it as text only. Groups that
+        wait are not told here: Ray shows one for all that are placed alike.
+        """
+        text = str(self._get("/api/cluster_status?format=1")["data"].get("clusterStatus") or "")
+        return [
+            {"shape": ast.literal_eval(shape), "count": int(number), "grouped": int(grouped or 0)}
+            for shape, number, grouped in _WAITS.findall(text)
+        ]
+
+    def actors(self) -> list[dict[str, Any]]:
+        """Actors that are not dead: class, state, shape, job (Ray's own id of it)."""
+        return [
+            {
+                "class": item.get("class_name") or "",
+                "state": item.get("state"),
+                "shape": item.get("required_resources") or {},
+                "job": item.get("job_id") or "",
+            }
+            for item in self._listed("actors", "DEAD")
+        ]
+
+    def groups(self) -> list[dict[str, Any]]:
+        """Placement groups that are not removed: state, infeasible, bundles, job."""
+        return [
+            {
+                "state": item.get("state"),
+                "infeasible": (item.get("stats") or {}).get("scheduling_state") == "INFEASIBLE",
+                "bundles": [bundle.get("unit_resources") or {} for bundle in item.get("bundles") or []],
+                "job": item.get("creator_job_id") or "",
+            }
+            for item in self._listed("placement_groups", "REMOVED")
+        ]
+
+    def _listed(self, kind: str, but: str) -> list[dict[str, Any]]:
+        """What Ray's state API has of a kind, but for those in this state."""
+        query = {
+            "detail": 1,
+            "limit": 10_000,
+            "filter_keys": "state",
+            "filter_predicates": "!=",
+            "filter_values": but,
+        }
+        found = self._get(f"/api/v0/{kind}?{urlencode(query)}", timeout=60)["data"]["result"]["result"]
+        return list(found)
 
     def log(self, ip: str, name: str) -> bytes:
         """A whole log file of the node with this address; nothing where it has none of that name."""
@@ -306,6 +374,7 @@ def _job(item: dict[str, Any]) -> dict[str, Any]:
         "exit_code": 128 - code if code is not None and code < 0 else code,
         "message": item.get("message") or "",
         "node_id": item.get("driver_node_id"),
+        "ray_id": item.get("job_id"),  # what its actors and tasks call it
     }
 
 
@@ -318,19 +387,32 @@ def _totals(resources: dict[str, float]) -> dict[str, list[float]]:
     return {name: [0.0, total] for name, total in shown.items()}
 
 
-def _usage(text: str) -> dict[str, list[float]]:
-    """`1.0/4.0 CPU` and `0B/15.9GiB memory`, a line each -> {name: [used, total]}."""
-    found: dict[str, list[float]] = {}
+def _usage(text: str) -> dict[str, tuple[float, float, float]]:
+    """`1.0/4.0 CPU (0.5 used of 1.0 reserved in placement groups)` and `0B/15.9GiB memory`, a line each ->
+    {name: (used, total, held by placement groups and idle)}."""
+    found = {}
     for line in text.splitlines():
-        match = _USED.match(line.strip())
-        if match:
-            used, unit, total, total_unit, name = match.groups()
-            found[name] = [_number(used, unit), _number(total, total_unit)]
+        if match := _USED.match(line.strip()):
+            words = match.groups()
+            used, total = _number(*words[0:2]), _number(*words[2:4])
+            held = _number(*words[7:9]) - _number(*words[5:7]) if words[5] else 0.0
+            found[str(words[4])] = (used, total, held)
     return found
 
 
-def _number(text: str, unit: str | None) -> float:
+def _number(text: str | Any, unit: str | Any) -> float:
     return float(parse_bytes(text + unit)) if unit else float(text)
+
+
+def _host(node: dict[str, Any]) -> dict[str, Any]:
+    """at: when it was looked at. cpu: percent of all cores. memory: [used, total] of what Ray watches, the container's or
+    the machine's. None: not known yet."""
+    memory = node.get("mem")
+    return {
+        "at": node.get("now"),
+        "cpu": node.get("cpu"),
+        "memory": [memory[3], memory[0]] if memory else None,
+    }
 
 
 def _gpu(gpu: dict[str, Any]) -> dict[str, Any]:

@@ -42,6 +42,8 @@ class Ray:
         self.submitted: list[dict[str, Any]] = []
         self.uploads: dict[str, bytes] = {}
         self.summary: dict[str, Any] = {}
+        self.answers: dict[str, Any] = {}  # path -> the data of what is answered
+        self.asked: list[str] = []
         self.over = threading.Event()
 
     def end(self, status: str = "SUCCEEDED", code: int | None = 0, **more: Any) -> None:
@@ -82,6 +84,9 @@ class Handler(BaseHTTPRequestHandler):
             return self.say(403, "Forbidden: Invalid authentication token")
         if self.ray.fail:
             return self.say(*self.ray.fail.pop(0))
+        self.ray.asked.append(self.path)
+        if url.path in self.ray.answers:
+            return self.say(200, {"result": True, "msg": "", "data": self.ray.answers[url.path]})
         if url.path.startswith("/api/v0/logs/"):
             return self.logs(url.path.rpartition("/")[2], {k: v[0] for k, v in parse_qs(url.query).items()})
         if url.path == "/nodes":

@@ -20,6 +20,8 @@ FLOORS: dict[str, float] = {
     **dict.fromkeys(("errors", "events", "spec", "states", "units", "_version"), 0),
     # the island: imports nobody, so whoever stands above the nouns may look at it
     "agent": 0.5,
+    # what figures mean: no door, and nothing decided
+    **dict.fromkeys(("sizing", "advice"), 0.5),
     # doors to the world
     **dict.fromkeys(
         ("config", "rayyaml", "script", "ssh", "transport", "store", "rayapi", "relay", "tunnel", "workdir"),
@@ -38,7 +40,7 @@ FLOORS: dict[str, float] = {
     "telling": 2.5,
     "planning": 2.5,  # what is to be done; decided there, done by whoever is above
     **dict.fromkeys(("environment", "inventory"), 2.7),
-    **dict.fromkeys(("growth", "nodes", "report"), 3.5),
+    **dict.fromkeys(("growth", "nodes", "readings", "report"), 3.5),
     # faces
     "cli": 4,
     "console": 4,

@@ -151,7 +151,8 @@ def test_nodes_with_what_they_use(api: RayApi, ray: Ray) -> None:
               "resourcesTotal": total, "labels": {}}  # fmt: skip
     ray.summary = {
         "summary": [
-            {"hostname": "vm", "ip": "127.0.0.2", "gpus": [gpu], "raylet": raylet},
+            {"hostname": "vm", "ip": "127.0.0.2", "gpus": [gpu], "raylet": raylet, "now": 1794757567.3, "cpu": 67.3,
+             "mem": [25275125760, 22994223104, 9.0, 2280902656]},
             {"hostname": "vm", "ip": "127.0.0.2", "gpus": [], "raylet": {**raylet, "nodeId": "cd", "state": "DEAD"}},
             {"hostname": "vm", "raylet": {}},
         ],
@@ -167,6 +168,8 @@ def test_nodes_with_what_they_use(api: RayApi, ray: Ray) -> None:
         "object_store_memory": [0.0, 2147483648.0],
         "slot": [0.5, 2.0],
     }
+    assert node["held"] == {"CPU": 0.5}
+    assert node["host"] == {"at": 1794757567.3, "cpu": 67.3, "memory": [2280902656, 25275125760]}
     assert node["gpus"] == [
         {"name": "H200", "utilization": 7, "memory_used": 10, "memory_total": 143771, "temperature": 41}
     ]
@@ -175,6 +178,76 @@ def test_nodes_with_what_they_use(api: RayApi, ray: Ray) -> None:
 def test_nodes_before_anything_is_known_of_their_use(api: RayApi, ray: Ray) -> None:
     ray.summary = {"summary": [{"raylet": {"nodeId": "x", "state": "ALIVE", "resourcesTotal": {"CPU": 2.0}}}]}
     assert api.nodes()[0]["resources"] == {"CPU": [0.0, 2.0]} and api.nodes()[0]["gpus"] == []
+    assert api.nodes()[0]["held"] == {} and set(api.nodes()[0]["host"].values()) == {None}
+
+
+def test_nodes_as_they_are_now(api: RayApi, ray: Ray) -> None:
+    """Without this word, Ray's dashboard answers what it answered the last time, however long ago that was."""
+    ray.summary = {"summary": []}
+    assert api.nodes() == [] and "nocache=1" in ray.asked[-1]
+
+
+# -- what is asked of it, as Ray 2.60 answers under a head without an autoscaler
+
+STATUS = """======== Autoscaler status: 2026-11-15 15:46:36.707677 ========
+Node status
+---------------------------------------------------------------
+Active:
+ 1 node_778024ce91f7ef473ba3e47303361ac54482af95a2f4bcf810c8ad77
+Idle:
+ (no idle nodes)
+
+Resources
+---------------------------------------------------------------
+Total Usage:
+ 0.0/4.0 CPU (0.0 used of 4.0 reserved in placement groups)
+ 0B/22.17GiB memory
+
+From request_resources:
+ (none)
+Pending Demands:
+ {'CPU': 16.0}: 1+ pending tasks/actors
+ {'CPU': 1.0, 'special': 2.0}: 3+ pending tasks/actors (2+ using placement groups)
+ {'CPU': 2.0} * 3 (STRICT_SPREAD): 1+ pending placement groups"""
+
+
+def test_demands(api: RayApi, ray: Ray) -> None:
+    ray.answers["/api/cluster_status"] = {"clusterStatus": STATUS}
+    assert api.demands() == [
+        {"shape": {"CPU": 16.0}, "count": 1, "grouped": 0},
+        {"shape": {"CPU": 1.0, "special": 2.0}, "count": 3, "grouped": 2},
+    ]
+    for quiet in (STATUS.partition(" {")[0] + " (no resource demands)", "", None):
+        ray.answers["/api/cluster_status"] = {"clusterStatus": quiet}
+        assert api.demands() == []
+
+
+def test_actors_and_groups(api: RayApi, ray: Ray) -> None:
+    actor = {"actor_id": "1bee", "class_name": "A", "state": "PENDING_CREATION", "job_id": "02000000", "name": "",
+             "required_resources": {"CPU": 16.0}}  # fmt: skip
+    group = {"placement_group_id": "9e35", "creator_job_id": "02000000", "state": "PENDING",
+             "bundles": [{"unit_resources": {"CPU": 2.0}, "node_id": ""}] * 3,
+             "stats": {"scheduling_state": "INFEASIBLE"}}  # fmt: skip
+    ray.answers["/api/v0/actors"] = {"result": {"total": 1, "result": [actor]}}
+    ray.answers["/api/v0/placement_groups"] = {
+        "result": {"total": 1, "result": [group, {**group, "stats": None}]}
+    }
+    assert api.actors() == [
+        {"class": "A", "state": "PENDING_CREATION", "shape": {"CPU": 16.0}, "job": "02000000"}
+    ]
+    assert "filter_values=DEAD" in ray.asked[-1]
+    assert [(g["infeasible"], g["bundles"]) for g in api.groups()] == [
+        (True, [{"CPU": 2.0}] * 3),
+        (False, [{"CPU": 2.0}] * 3),
+    ]
+
+
+def test_spilled(api: RayApi, ray: Ray) -> None:
+    stats = {"spilledBytesTotal": "146802418", "objectStoreBytesUsed": "83887096"}
+    ray.answers[f"/nodes/{NODE}"] = {"detail": {"raylet": {"storeStats": stats}}}
+    assert api.spilled(NODE) == 146802418 and "nocache=1" in ray.asked[-1]
+    ray.answers[f"/nodes/{NODE}"] = {"detail": {"raylet": {"storeStats": {}}}}
+    assert api.spilled(NODE) == 0
 
 
 # -- output

@@ -1,0 +1,80 @@
+"""`heliostat plan`"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from heliostat import sizing
+from heliostat.cli.options import CLUSTER, common
+from heliostat.cli.output import Output
+from heliostat.cli.status import only_one
+
+if TYPE_CHECKING:
+    from heliostat.api import Cluster
+
+
+@click.group()
+@common
+def command() -> None:
+    """Prints the lines to paste into a program, so that it asks for what this cluster can give and no more."""
+
+
+@command.command()
+@click.argument("cluster", type=CLUSTER, required=False)
+@click.option(
+    "--strategy",
+    type=click.Choice(sizing.STRATEGIES),
+    default="balanced",
+    show_default=True,
+    help="rollouts: all CPUs sample; gpu: all GPUs learn, with few runners; balanced: both",
+)
+@common
+@click.pass_obj
+def rllib(out: Output, /, cluster: str | None, strategy: str) -> None:
+    """Env runners and learners for RLlib (the new API stack)."""
+    found = _cluster(cluster)
+    _show(out, found.name, found.plan_rllib(strategy))
+
+
+@command.command()
+@click.argument("cluster", type=CLUSTER, required=False)
+@click.option("--cpus-per-worker", type=click.IntRange(min=0), help="[what the nodes have for each]")
+@click.option("--gpus-per-worker", type=click.FloatRange(min=0), help="[1 where there are GPUs]")
+@click.option(
+    "--placement",
+    type=click.Choice(sizing.PLACEMENTS, case_sensitive=False),
+    default="PACK",
+    show_default=True,
+    help="few nodes, all nodes, or one worker a node",
+)
+@common
+@click.pass_obj
+def train(
+    out: Output,
+    /,
+    cluster: str | None,
+    cpus_per_worker: int | None,
+    gpus_per_worker: float | None,
+    placement: str,
+) -> None:
+    """The ScalingConfig for Ray Train."""
+    found = _cluster(cluster)
+    _show(out, found.name, found.plan_train(cpus_per_worker, gpus_per_worker, placement))
+
+
+def _cluster(name: str | None) -> Cluster:
+    from heliostat.api import connect
+    from heliostat.lifecycle import Lifecycle
+
+    return connect(name or only_one(Lifecycle()))
+
+
+def _show(out: Output, name: str, found: sizing.Sizing) -> None:
+    if out.json:
+        keys = ("strategy", "calls", "why", "bundles", "notes")
+        return out.document({"cluster": name, **{key: getattr(found, key) for key in keys}})
+    out.data(found.text())
+    for note in found.notes:
+        out.say(f"note: {note}")
