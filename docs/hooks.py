@@ -24,7 +24,9 @@ def on_files(files: Files, config: Any) -> Files:
     for name in sorted(wanted):
         path = ROOT / name
         if path.is_file() and files.get_file_from_path(name) is None:
-            files.append(File.generated(config, name, abs_src_path=str(path), inclusion=InclusionLevel.INCLUDED))
+            files.append(
+                File.generated(config, name, abs_src_path=str(path), inclusion=InclusionLevel.INCLUDED)
+            )
     return files
 
 
