@@ -6,20 +6,29 @@ schedulers, in a folder with those files of the page that it names), or one of t
 
 from __future__ import annotations
 
+import inspect
 import re
 import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+import textwrap
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import click
+
+import heliostat
 from docs.pages import ROOT, files, pages, without_blocks
+from heliostat import backends, doctor
+from heliostat.cli.app import VERBS, cli
 
 MADE = re.compile(
     r"(?P<begin>^<!-- made: (?P<what>.*?) -->\n)(?P<text>.*?)(?P<end>^<!-- end -->$)", re.M | re.S
 )
 LINK = re.compile(r"\[[^\]\n]*\]\(([^)\s]+)\)")
+PUBLIC = ("up", "connect", "Cluster", "Job", "HeliostatError")
 LINKS = ROOT / "docs" / "links.txt"
 
 
@@ -71,7 +80,7 @@ def anew(page: Path) -> str:
     def one(found: re.Match[str]) -> str:
         name, _, about = found["what"].partition(" ")
         text = typed(found["what"], given) if name == "heliostat" else LISTS[name](about)
-        return found["begin"] + text + found["end"]
+        return f"{found['begin']}\n{text}\n{found['end']}"
 
     return MADE.sub(one, page.read_text(encoding="utf-8"))
 
@@ -82,7 +91,60 @@ def links() -> str:
     return "".join(f"{link}\n" for link in sorted(found))
 
 
-LISTS: dict[str, Callable[[str], str]] = {}
+def checks(whom: str) -> str:
+    """What `doctor` asks of this computer (`here`), of `hosts`, of a `cluster`, or of a site."""
+    asked = {"here": doctor.HERE, "hosts": doctor.HOSTS, "cluster": doctor.CLUSTER}
+    of = asked[whom] if whom in asked else backends.load(whom).questions
+    rows = ["| check | well when | else | what to type |", "|---|---|---|---|"]
+    for ask in of.values():
+        name, hint = (
+            re.sub(r"\{(\w+)\}", lambda field: field[1].upper(), text) for text in (ask.name, ask.hint)
+        )
+        rows.append(f"| `{name}` | {ask.well} | {ask.bad or 'only told'} | {hint} |".replace("|  |", "| |"))
+    return "\n".join(rows) + "\n"
+
+
+def verbs(_: str) -> str:
+    """The help of every verb."""
+    settings: dict[str, Any] = {**cli.context_settings, "terminal_width": 100}
+    outer = click.Context(cli, info_name="heliostat", **settings)
+    parts = [f"## heliostat\n\n```text\n{cli.get_help(outer)}\n```\n"]
+    for name in VERBS:
+        command = cli.get_command(outer, name)
+        assert command
+        with click.Context(command, info_name=name, parent=outer) as inner:
+            parts.append(f"## {name}\n\n```text\n{command.get_help(inner)}\n```\n")
+    return "\n".join(parts)
+
+
+def python(_: str) -> str:
+    """Every public name of the package, with its docstring."""
+    return "\n".join(part for name in PUBLIC for part in described(name, getattr(heliostat, name)))
+
+
+def described(name: str, thing: Any, level: int = 2) -> Iterator[str]:
+    """A function or a class with its public members: heading, signature, docstring."""
+    yield f"{'#' * level} {name}\n"
+    if isinstance(thing, property):
+        yield f"```python\n{name}: {thing.fget.__annotations__['return']}\n```\n"
+    elif not isinstance(thing, type):
+        signature = re.sub(
+            r"self(, )?|'|<function (.*?) at .*?>",
+            lambda m: "..." if m[2] else "",
+            str(inspect.signature(thing)),
+        )
+        line = f"def {name.split('.')[-1]}{signature}: ..."
+        line = line.replace(") -> ", ")\0->\0")  # a line that begins with an arrow is no Python
+        shown = textwrap.fill(line, 110, subsequent_indent="    ", break_on_hyphens=False).replace("\0", " ")
+        yield f"```python\n{shown}\n```\n"
+    yield f"{inspect.getdoc(thing)}\n"
+    if isinstance(thing, type):
+        for member, inner in vars(thing).items():
+            if not member.startswith("_") and (callable(inner) or isinstance(inner, property)):
+                yield from described(f"{name}.{member}", inner, level + 1)
+
+
+LISTS: dict[str, Callable[[str], str]] = {"checks": checks, "verbs": verbs, "python": python}
 
 
 def main() -> None:

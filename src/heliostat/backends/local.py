@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from heliostat.backends.base import RUN_S, Check, File, Handle, Observation, Order, Plan, Step
+from heliostat.backends.base import RUN_S, Check, File, Handle, Observation, Order, Plan, Question, Step
 from heliostat.errors import HeliostatError, UsageError
 from heliostat.states import NodeState
 from heliostat.transport import process_start
@@ -34,6 +34,7 @@ class Local:
     takes_options: ClassVar[bool] = False
     letters: ClassVar[tuple[str, ...]] = ()
     pace: ClassVar[tuple[float, float]] = (0.0, 0.0)  # looking at a process costs nothing
+    questions: ClassVar[Mapping[str, Question]] = {}  # this computer is looked at for everybody
 
     def checks(self, spec: ClusterSpec | None, host: Transport) -> list[Check]:
         return []
