@@ -134,7 +134,9 @@ def described(name: str, thing: Any, level: int = 2) -> Iterator[str]:
             str(inspect.signature(thing)),
         )
         line = f"def {name.split('.')[-1]}{signature}: ..."
-        line = line.replace(") -> ", ")\0->\0")  # a line that begins with an arrow is no Python
+        line = re.sub(
+            r" -> |: |(?<= )= | (?==)", lambda m: m[0].replace(" ", "\0"), line
+        )  # break between parameters
         shown = textwrap.fill(line, 110, subsequent_indent="    ", break_on_hyphens=False).replace("\0", " ")
         yield f"```python\n{shown}\n```\n"
     yield f"{inspect.getdoc(thing)}\n"
