@@ -36,6 +36,10 @@ lint: $(STAMP)
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
 
+# As root: the pictures of terminals, from real runs.
+recordings: $(STAMP) packages
+	$(VENV)/bin/python docs/recordings/record.py
+
 # The hosts of the lab share this folder with the computer, wherever it is.
 lab: $(STAMP) packages
 	@LAB_SHARE=$(CURDIR) LAB_OPEN=$$($(VENV)/bin/python -c 'import sys; print(sys.base_prefix)') tests/lab/lab up 3

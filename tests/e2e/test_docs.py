@@ -44,12 +44,12 @@ MEANS = {"time": r"\d+[dhms](?: \d+[dhms])*", "figure": r"\d+(?:\.\d+)*", "any":
 
 
 def pattern(line: str) -> str:
-    """Figures may be others, `…` is anything, columns may be wider."""
+    """Figures may be others, `…` is anything, columns may be wider, and a line may go on after a comma."""
     text, at = "", 0
     for free in FREE.finditer(line):
         text += re.escape(line[at : free.start()]) + MEANS[str(free.lastgroup)]
         at = free.end()
-    return text + re.escape(line[at:])
+    return text + re.escape(line[at:]) + "(?:, .*)?"
 
 
 @pytest.mark.parametrize("page", RUN, ids=lambda page: page.name)
