@@ -12,7 +12,6 @@ import shlex
 import subprocess
 import sys
 import tempfile
-import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -128,22 +127,24 @@ def described(name: str, thing: Any, level: int = 2) -> Iterator[str]:
     if isinstance(thing, property):
         yield f"```python\n{name}: {thing.fget.__annotations__['return']}\n```\n"
     elif not isinstance(thing, type):
+        short = name.rpartition(".")[2]
         signature = re.sub(
             r"self(, )?|'|<function (.*?) at .*?>",
             lambda m: "..." if m[2] else "",
             str(inspect.signature(thing)),
         )
-        line = f"def {name.split('.')[-1]}{signature}: ..."
-        line = re.sub(
-            r" -> |: |(?<= )= | (?==)", lambda m: m[0].replace(" ", "\0"), line
-        )  # break between parameters
-        shown = textwrap.fill(line, 110, subsequent_indent="    ", break_on_hyphens=False).replace("\0", " ")
-        yield f"```python\n{shown}\n```\n"
+        yield f"```python\n{formatted(f'def {short}{signature}: ...')}```\n"
     yield f"{inspect.getdoc(thing)}\n"
     if isinstance(thing, type):
         for member, inner in vars(thing).items():
             if not member.startswith("_") and (callable(inner) or isinstance(inner, property)):
                 yield from described(f"{name}.{member}", inner, level + 1)
+
+
+def formatted(code: str) -> str:
+    """As `make lint` wants it, on pages too."""
+    words = [sys.executable, "-m", "ruff", "format", "--quiet", "--stdin-filename", "x.py", "-"]
+    return subprocess.run(words, input=code, cwd=ROOT, text=True, stdout=subprocess.PIPE, check=True).stdout
 
 
 LISTS: dict[str, Callable[[str], str]] = {"checks": checks, "verbs": verbs, "python": python}

@@ -9,13 +9,14 @@ import re
 import shlex
 import subprocess
 from pathlib import Path
+from xml.etree import ElementTree
 
 import click
 import pytest
 
 from docs import made
 from docs.pages import ROOT, Block, blocks, pages, without_blocks
-from heliostat import backends, config
+from heliostat import backends, config, doctor
 from heliostat.cli.app import cli
 from heliostat.cli.native import META
 from heliostat.cli.output import Output
@@ -128,6 +129,25 @@ def test_what_shows_the_program_is_what_it_prints(page: Path) -> None:
 def test_links_elsewhere_are_listed() -> None:
     assert made.LINKS.read_text() == made.links(), "python -m docs.made writes it anew"
     assert [link for link in made.LINKS.read_text().split() if not link.startswith("https://")] == []
+
+
+def test_doctor_says_only_what_is_listed() -> None:
+    """A finding is the answer to a question, and each question of ours is asked somewhere."""
+    package = ROOT / "src" / "heliostat"
+    makers = {path.name for path in package.rglob("*.py") if re.search(r"\bCheck\(", path.read_text())}
+    assert makers == {"base.py"}
+    source = (package / "doctor.py").read_text()
+    asked = [*doctor.HERE, *doctor.HOSTS, *doctor.CLUSTER]
+    assert [name for name in asked if source.count(f'"{name}"') < 2] == []
+
+
+@pytest.mark.parametrize(
+    "picture", sorted((ROOT / "docs" / "recordings").glob("*.svg")), ids=lambda path: path.name
+)
+def test_pictures_show_nobodys_machine(picture: Path) -> None:
+    text = picture.read_text()
+    assert ElementTree.fromstring(text).tag.endswith("svg")
+    assert not re.search(r"/(tmp|root|work|Users|home/(?!ann))|url\((?!#)", text)
 
 
 # -- links of the pages that a git host shows, where `make docs` does not look
