@@ -67,12 +67,13 @@ def _check_demand(spec: ClusterSpec) -> None:
     """Nodes by demand where nobody makes them would be a cluster of a head alone that waits for ever."""
     if backends.load(spec.on).grows or not spec.elastic:
         return
-    told = [f"`groups.{name}.max`" for name, group in spec.kinds.items() if group.max is not None]
+    told = ["`autoscale`"] if spec.autoscale else []
+    told += [f"`groups.{name}.max`" for name, group in spec.kinds.items() if group.max is not None]
     able = [f"`{site}`" for site in backends.names() if backends.load(site).grows]
     raise UsageError(
         f"`autoscale` has no meaning on `{spec.on}`",
         because=f"nodes come and go with demand on {', '.join(able[:-1])} and {able[-1]} only",
-        saw=", ".join(told if spec.autoscale is None else ["`autoscale`", *told]) + " of the file or the flags",
+        saw=f"{', '.join(told)} of the file or the flags",
         hint=f"leave it out; heliostat scale {spec.cluster_name} N changes a running cluster",
     )
 
