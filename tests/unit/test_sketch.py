@@ -146,5 +146,5 @@ def test_the_page_shows_what_is_tested() -> None:
     page = (SKETCHES.parent / "adding-a-backend.md").read_text()
     source = (SKETCHES / "gridengine.py").read_text()
     shown = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    assert len(shown) > 3 and "(sketches/gridengine.py)" in page
+    assert len(shown) > 3 and "](../docs/sketches/gridengine.py)" in page
     assert [block for block in shown if block not in source] == []
