@@ -60,6 +60,7 @@ class Launcher:
     packages: ClassVar[Mapping[str, str]]  # modules that must be importable, and what pip calls them
     starts_ray: ClassVar[bool] = False
     shares_files: ClassVar[bool] = False
+    grows: ClassVar[bool] = True
     takes_options: ClassVar[bool] = False
     letters: ClassVar[tuple[str, ...]] = ()
     pace: ClassVar[tuple[float, float]] = (2.0, 15.0)

@@ -54,6 +54,7 @@ class Kubernetes:
     Options: ClassVar[type] = Options
     starts_ray: ClassVar[bool] = False
     shares_files: ClassVar[bool] = False
+    grows: ClassVar[bool] = True
     takes_options: ClassVar[bool] = False
     letters: ClassVar[tuple[str, ...]] = ()
     pace: ClassVar[tuple[float, float]] = (0.3, 5.0)

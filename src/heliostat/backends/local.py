@@ -31,6 +31,7 @@ class Local:
     Options: ClassVar[type] = Options
     starts_ray: ClassVar[bool] = True
     shares_files: ClassVar[bool] = True
+    grows: ClassVar[bool] = False
     takes_options: ClassVar[bool] = False
     letters: ClassVar[tuple[str, ...]] = ()
     pace: ClassVar[tuple[float, float]] = (0.0, 0.0)  # looking at a process costs nothing
@@ -50,10 +51,6 @@ class Local:
         from heliostat.spec import members
 
         spec = order.spec
-        if spec.autoscale is not None:
-            raise UsageError(
-                "`autoscale` has no meaning on `local`", because="there are no other machines to get"
-            )
         if (spec.hosts or spec.head.host) and "on" not in spec.model_fields_set:
             raise UsageError(
                 "`hosts` has no meaning on `local`",

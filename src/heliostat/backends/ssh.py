@@ -54,6 +54,7 @@ class OverSsh:
     Options: ClassVar[type] = Options
     starts_ray: ClassVar[bool] = True
     shares_files: ClassVar[bool] = False
+    grows: ClassVar[bool] = False
     takes_options: ClassVar[bool] = False
     letters: ClassVar[tuple[str, ...]] = ()
     pace: ClassVar[tuple[float, float]] = (0.5, 10.0)
@@ -83,10 +84,6 @@ class OverSsh:
         spec = order.spec
         if not spec.machines:
             raise UsageError("there are no `hosts`", hint="hosts: [zinc, ann@copper] in the file")
-        if spec.autoscale is not None:
-            raise UsageError(
-                "`autoscale` has no meaning on `ssh`", because="these are all the machines there are"
-            )
         files, steps = [], []
         for member in order.members:
             host = member.host
