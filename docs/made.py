@@ -26,7 +26,7 @@ from heliostat.cli.app import VERBS, cli
 MADE = re.compile(
     r"(?P<begin>^<!-- made: (?P<what>.*?) -->\n)(?P<text>.*?)(?P<end>^<!-- end -->$)", re.M | re.S
 )
-LINK = re.compile(r"\[[^\]\n]*\]\(([^)\s]+)\)")
+LINK = re.compile(r"\[[^\[\]]*\]\(([^)\s]+)\)")
 PUBLIC = ("up", "connect", "Cluster", "Job", "HeliostatError")
 LINKS = ROOT / "docs" / "links.txt"
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from heliostat.backends import _batch
-from heliostat.backends.base import Check, File, Handle, Observation, Order, Plan, Step
+from heliostat.backends.base import Check, File, Handle, Observation, Order, Plan, Question, Step, by_name
 from heliostat.errors import HeliostatError, UsageError
 from heliostat.states import NodeState
 from heliostat.units import count
@@ -70,14 +70,22 @@ class GridEngine(_batch.Batch):
     insists: ClassVar[bool] = True
     last_resort: ClassVar[str] = "qdel -f"
 
+    questions: ClassVar[Mapping[str, Question]] = by_name(
+        Question(
+            "qconf",
+            "Grid Engine's commands are here, and answer",
+            "run heliostat where Grid Engine's commands are",
+        ),
+    )
+
     def checks(self, spec: ClusterSpec | None, host: Transport) -> list[Check]:
         try:
             done = host.run(["qconf", "-spl"], timeout=_batch.OBSERVE_S)
         except HeliostatError as error:
-            return [Check("qconf", "fail", str(error), "run heliostat where Grid Engine's commands are")]
+            return [self.questions["qconf"].answer(False, str(error))]
         if done.code:
-            return [Check("qconf", "fail", done.err.strip()[:200], "qconf -spl")]
-        return [Check("parallel environments", "ok", ", ".join(done.out.split()))]
+            return [self.questions["qconf"].answer(False, done.err.strip()[:200], hint="qconf -spl")]
+        return [self.questions["qconf"].answer(True, f"parallel environments: {', '.join(done.out.split())}")]
 
     def nodes_of(self, table: Mapping[str, Any]) -> int | None:
         return None
