@@ -17,6 +17,7 @@ help:
 	@echo "make lab     a real Slurm of three hosts on this computer, to play in (root); make lab-down ends it"
 	@echo "make lint    ruff and mypy"
 	@echo "make docs    build the documentation into site/, and fail on a broken link"
+	@echo "make recordings   make the pictures of terminals in it anew, from real runs (root)"
 	@echo "make bench   run the benchmarks (as root: make bench-slurm on a real Slurm, make bench-ssh over ssh)"
 	@echo "make venv    only make .venv (RAY_VERSION=$(RAY_VERSION))"
 	@echo "make clean   remove .venv and caches"
