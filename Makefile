@@ -11,13 +11,15 @@ VENV := .venv
 STAMP := $(VENV)/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lab lab-down lint bench bench-slurm bench-ssh venv packages clean FORCE
+.PHONY: help demo test lab lab-down lint docs recordings bench bench-slurm bench-ssh venv packages clean FORCE
 
 help:
 	@echo "make demo    start two Ray nodes on this computer, run examples/hello_ray.py, release them"
 	@echo "make test    run the tests, two files at a time (PYTEST_ARGS=\"tests/unit -q\" for some of them, JOBS=0: one by one)"
 	@echo "make lab     a real Slurm of three hosts on this computer, to play in (root); make lab-down ends it"
 	@echo "make lint    ruff and mypy"
+	@echo "make docs    build the documentation into site/, and fail on a broken link"
+	@echo "make recordings   make the pictures of terminals in it anew, from real runs (root)"
 	@echo "make bench   run the benchmarks (as root: make bench-slurm on a real Slurm, make bench-ssh over ssh)"
 	@echo "make venv    only make .venv (RAY_VERSION=$(RAY_VERSION) TORCH_VERSION=$(TORCH_VERSION))"
 	@echo "make clean   remove .venv and caches"
@@ -32,6 +34,14 @@ lint: $(STAMP)
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy
+
+# What pages show of the program itself is written by `python -m docs.made`, and compared by the tests.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
+
+# As root: the pictures of terminals, from real runs.
+recordings: $(STAMP) packages
+	$(VENV)/bin/python docs/recordings/record.py
 
 # The hosts of the lab share this folder with the computer, wherever it is.
 lab: $(STAMP) packages
@@ -79,7 +89,7 @@ packages:
 	@sh tests/apt.sh $$(grep -v '^#' tests/apt.txt)
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist site
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
 
 FORCE:

@@ -39,9 +39,11 @@ class Job:
 
     @property
     def status(self) -> str:
+        """Ray's word: PENDING, RUNNING, STOPPED, SUCCEEDED or FAILED."""
         return str(self.info()["status"])
 
     def done(self) -> bool:
+        """Whether it has ended, well or not."""
         return self.status in FINAL
 
     def logs(self, follow: bool = False) -> Iterator[str]:
@@ -59,6 +61,7 @@ class Job:
         return self.cluster._jobs.wait(self.cluster.name, self.id, lambda chunk: None)
 
     def stop(self) -> bool:
+        """Tells it to stop; False where it had ended already."""
         return self.cluster._jobs.stop(self.cluster.name, self.id)
 
 
@@ -134,6 +137,7 @@ class Cluster:
         return advice.advise(readings.collect(self._life, self.name, seconds))
 
     def scale(self, workers: int) -> None:
+        """So many workers besides the head. New ones come; of the old ones the last go, after their work is drained."""
         from heliostat import growth
 
         growth.scale(self._life, self.name, workers)
@@ -161,9 +165,11 @@ class Cluster:
         return Job(self, submitted)
 
     def job(self, job_id: str) -> Job:
+        """A job that was submitted before, here or elsewhere."""
         return Job(self, job_id)
 
     def jobs(self) -> list[Job]:
+        """Every job that Ray remembers."""
         return [Job(self, job["id"]) for job in self._jobs.list(self.name) if job["kind"] == "job"]
 
     def dashboard(self, port: int = 0) -> str:
@@ -176,6 +182,7 @@ class Cluster:
         return proxy.url
 
     def down(self) -> None:
+        """Ends the cluster and checks that nothing is left."""
         self._life.down(self.name)
 
 

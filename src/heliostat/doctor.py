@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from heliostat import backends, environment
-from heliostat.backends.base import Check
+from heliostat.backends.base import Check, Question, by_name
 from heliostat.errors import HeliostatError
 from heliostat.lifecycle import Lifecycle
 from heliostat.planning import agent_archive
@@ -28,6 +28,90 @@ if TYPE_CHECKING:
     from heliostat.spec import ClusterSpec
 
 GIB = 2**30
+INSTALL = "pip install 'ray[default]==2.60.0'"
+
+# What is asked, of whom. A site has `questions` of its own.
+HERE = by_name(
+    Question(
+        "home",
+        "Heliostat's own folder can be written to",
+        "set HELIOSTAT_HOME to a folder that you may write to",
+    ),
+    Question("home is private", "nobody else can read it", "chmod {mode} {path}"),
+    Question("space for records", "100 MiB are free there", "free some space there", "warn"),
+    Question("this machine", "whether nodes can run on it", bad=""),
+    Question("environment", "the environment of the file starts", "look at `environment` of the file"),
+    Question("python", "which one Ray would have", bad=""),
+    Question("ray", "it is installed", INSTALL),
+    Question("ray has authentication", "it is 2.52 or later", f"{INSTALL} (2.52 is the first that does)"),
+    Question("ray[default]", "the dashboard and the jobs are there too", INSTALL),
+    Question(
+        "ray's bytecode",
+        "it is compiled: else every start compiles it anew",
+        "{python} -m compileall -q the folder of ray",
+        "warn",
+    ),
+    Question("cpus", "how many are ours, and who says so", bad=""),
+    Question("memory", "more than 2 GiB are ours", "Ray needs about 1 GiB a node", "warn"),
+    Question("gpus", "how many are ours, and who says so", bad=""),
+    Question(
+        "/dev/shm",
+        "it holds the object store; under 128 MiB Ray fails",
+        "mount it larger, or give --object-store a size that fits",
+        "warn",
+    ),
+    Question(
+        "temporary files",
+        "5 GiB are free for them",
+        "set TMPDIR to a folder on a local disk with a short path",
+        "warn",
+    ),
+    Question("open files", "a process may have 8192", "ulimit -n 65536", "warn"),
+    Question("interfaces", "a network interface is up", "ip link"),
+    Question("clock", "that of the nodes' environment and ours agree", "set it by NTP"),
+    Question(
+        "RAY_ADDRESS",
+        "it is not set in this shell: it sends Ray programs elsewhere",
+        "unset RAY_ADDRESS",
+        "warn",
+    ),
+    Question(
+        "RAY_AUTH_TOKEN",
+        "it is not set in this shell: it sends another token",
+        "unset RAY_AUTH_TOKEN",
+        "warn",
+    ),
+    Question("~/.ray/auth_token", "nobody else can read Ray's own token", "chmod {mode} {path}", "warn"),
+    Question("record", "every cluster's record can be read", "look into it, then remove it: {path}"),
+    Question("leftovers", "no folder of a dead agent is left", "rm -r {folders}", "warn"),
+    Question("doctor", "it could look at everything", "", "warn"),
+)
+HOSTS = {
+    "reached": Question(
+        "{host}",
+        "it is reached by ssh, its environment starts, and Ray is there",
+        "look at `environment` of the file; heliostat setup FILE makes it",
+    ),
+    "ray": Question("{host}", "its Ray is 2.52 or later", "heliostat setup FILE"),
+    "shm": Question("{host}", "more than 128 MiB are free in /dev/shm", "a larger /dev/shm"),
+    "disk": Question(
+        "{host}", "5 GiB are free for temporary files", "set TMPDIR by `environment.setup`", "warn"
+    ),
+    "clock": Question("{host}", "its clock agrees with ours within a minute", "set it by NTP", "warn"),
+    "versions": Question("versions", "Ray and Python are the same on all hosts", "heliostat setup FILE"),
+}
+CLUSTER = by_name(
+    Question("state", "the cluster is ready, or on its way", "heliostat logs {name}"),
+    Question(
+        "node {node}",
+        "it has not ended, and is heard",
+        "heliostat logs {name} {node}; `up` again starts it anew",
+    ),
+    Question("authentication", "it is on", "take `security` out of the file", "warn"),
+    Question("token", "it is there, and nobody else can read it", "chmod {mode} {path}"),
+    Question("head's agent", "it was heard of within a minute", "heliostat logs {name} head", "warn"),
+    Question("Ray", "its node table has as many nodes as are ready", "heliostat logs {name} head"),
+)
 
 
 def examine(life: Lifecycle, spec: ClusterSpec | None, cluster: str | None) -> list[Check]:
@@ -55,40 +139,28 @@ def _guarded(checks: Callable[[], Iterator[Check]]) -> list[Check]:
         for check in checks():
             found.append(check)
     except Exception as error:
-        found.append(
-            Check("doctor", "warn", f"could not look further: {type(error).__name__}: {error}"[:200])
-        )
+        words = f"could not look further: {type(error).__name__}: {error}"[:200]
+        found.append(HERE["doctor"].answer(False, words))
     return found
 
 
-def _check(name: str, good: bool, found: str, hint: str = "", bad: str = "fail") -> Check:
-    return Check(name, "ok" if good else bad, found, "" if good else hint)
-
-
-def _private(name: str, path: Path, wanted: str, bad: str = "fail") -> Iterator[Check]:
+def _private(ask: Question, path: Path, wanted: str) -> Check:
     """Windows has no modes: what lies in a person's own folder is theirs there."""
     mode = stat.S_IMODE(path.stat().st_mode)
     good = mode & 0o077 == 0 or sys.platform == "win32"
-    yield _check(name, good, f"mode {mode:o}", f"chmod {wanted} {path}", bad)
+    return ask.answer(good, f"mode {mode:o}", mode=wanted, path=path)
 
 
 def _home(life: Lifecycle) -> Iterator[Check]:
     home = life.store.home
     if not home.exists():
         parent = next(p for p in home.parents if p.exists())
-        writable = os.access(parent, os.W_OK)
-        yield _check(
-            "home", writable, f"{home} will be made", "set HELIOSTAT_HOME to a folder that you may write to"
-        )
+        yield HERE["home"].answer(os.access(parent, os.W_OK), f"{home} will be made")
         return
-    yield _check(
-        "home", os.access(home, os.W_OK), str(home), "set HELIOSTAT_HOME to a folder that you may write to"
-    )
-    yield from _private("home is private", home, "700")
+    yield HERE["home"].answer(os.access(home, os.W_OK), str(home))
+    yield _private(HERE["home is private"], home, "700")
     free = shutil.disk_usage(home).free
-    yield _check(
-        "space for records", free > 100 * 2**20, f"{format_bytes(free)} free", "free some space there", "warn"
-    )
+    yield HERE["space for records"].answer(free > 100 * 2**20, f"{format_bytes(free)} free")
 
 
 def probe(life: Lifecycle, spec: ClusterSpec | None) -> dict[str, Any]:
@@ -114,70 +186,49 @@ def probe(life: Lifecycle, spec: ClusterSpec | None) -> dict[str, Any]:
 
 def _machine(life: Lifecycle, spec: ClusterSpec | None) -> Iterator[Check]:
     if sys.platform == "win32":
-        yield Check(
-            "this machine", "ok", "clusters on other machines can be used from it; no node can run on it"
-        )
+        words = "clusters on other machines can be used from it; no node can run on it"
+        yield HERE["this machine"].answer(True, words)
         return
     try:
         found = probe(life, spec)
     except HeliostatError as error:
-        yield Check("environment", "fail", str(error), "look at `environment` of the file")
+        yield HERE["environment"].answer(False, str(error))
         return
     ray, python = found["ray"], found["python"]
-    version = tuple(int(part) for part in (ray["version"] or "0.0").split(".")[:2] if part.isdigit())
-    yield _check("python", True, f"{python['version']} ({python['executable']})")
-    install = "pip install 'ray[default]==2.60.0'"
-    yield _check("ray", ray["version"] is not None, str(ray["version"] or "not installed"), install)
+    yield HERE["python"].answer(True, f"{python['version']} ({python['executable']})")
+    yield HERE["ray"].answer(ray["version"] is not None, str(ray["version"] or "not installed"))
     if ray["version"]:
-        yield _check(
-            "ray has authentication",
-            version >= (2, 52),
-            ray["version"],
-            f"{install} (2.52 is the first that does)",
-        )
-        yield _check(
-            "ray[default]",
-            ray["default"],
-            "dashboard and jobs" if ray["default"] else "bare Ray: no dashboard, no jobs",
-            install,
-        )
-        yield _check("ray's bytecode", ray["bytecode"], "compiled" if ray["bytecode"] else "not compiled: every start compiles it anew",
-                     f"{python['executable']} -m compileall -q the folder of ray", "warn")  # fmt: skip
-    yield _check("cpus", True, f"{found['cpus']['count']} ({found['cpus']['why']})")
-    memory, shm, disk = (
-        found["memory"]["total_bytes"],
-        found["shm"]["total_bytes"] or 0,
-        found["disk"]["free_bytes"] or 0,
-    )
-    yield _check(
-        "memory",
-        memory > 2 * GIB,
-        f"{format_bytes(memory)} ({found['memory']['why']})",
-        "Ray needs about 1 GiB a node",
-        "warn",
-    )
-    yield _check("gpus", True, f"{found['gpu_count']} ({found['gpu_why']})")
-    yield _check("/dev/shm", shm > 0.3 * memory * 0.9, format_bytes(shm),
-                 "mount it larger, or give --object-store a size that fits", "warn" if shm > 128 * 2**20 else "fail")  # fmt: skip
-    yield _check("temporary files", disk > 5 * GIB, f"{format_bytes(disk)} free in {found['disk']['path']}",
-                 "set TMPDIR to a folder on a local disk with a short path", "warn")  # fmt: skip
+        yield HERE["ray has authentication"].answer(_authenticates(ray["version"]), ray["version"])
+        words = "dashboard and jobs" if ray["default"] else "bare Ray: no dashboard, no jobs"
+        yield HERE["ray[default]"].answer(ray["default"], words)
+        words = "compiled" if ray["bytecode"] else "not compiled: every start compiles it anew"
+        yield HERE["ray's bytecode"].answer(ray["bytecode"], words, python=python["executable"])
+    yield HERE["cpus"].answer(True, f"{found['cpus']['count']} ({found['cpus']['why']})")
+    memory, shm = found["memory"]["total_bytes"], found["shm"]["total_bytes"] or 0
+    yield HERE["memory"].answer(memory > 2 * GIB, f"{format_bytes(memory)} ({found['memory']['why']})")
+    yield HERE["gpus"].answer(True, f"{found['gpu_count']} ({found['gpu_why']})")
+    worse = None if shm > 128 * 2**20 else "fail"
+    yield HERE["/dev/shm"].answer(shm > 0.3 * memory * 0.9, format_bytes(shm), bad=worse)
+    disk = found["disk"]["free_bytes"] or 0
+    words = f"{format_bytes(disk)} free in {found['disk']['path']}"
+    yield HERE["temporary files"].answer(disk > 5 * GIB, words)
     files = found["limits"]["nofile"][0]
-    yield _check(
-        "open files", files is None or files >= 8192, str(files or "unlimited"), "ulimit -n 65536", "warn"
-    )
+    yield HERE["open files"].answer(files is None or files >= 8192, str(files or "unlimited"))
     up = [
         f"{i['name']} {' '.join(i['addresses'])}" for i in found["interfaces"] if i["up"] and i["addresses"]
     ]
-    yield _check("interfaces", bool(up), "; ".join(up))
-    yield _check("clock", abs(found["clock"]["time"] - time.time()) < 60, "agrees")
+    yield HERE["interfaces"].answer(bool(up), "; ".join(up))
+    yield HERE["clock"].answer(abs(found["clock"]["time"] - time.time()) < 60, "agrees")
     for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN"):
         if os.environ.get(name):
-            yield Check(
-                name, "warn", "is set in this shell, and sends Ray programs elsewhere", f"unset {name}"
-            )
+            yield HERE[name].answer(False, "is set in this shell, and sends Ray programs elsewhere")
     token = Path.home() / ".ray" / "auth_token"
     if token.exists():
-        yield from _private("~/.ray/auth_token", token, "600", "warn")
+        yield _private(HERE["~/.ray/auth_token"], token, "600")
+
+
+def _authenticates(ray: str) -> bool:
+    return tuple(int(part) for part in ray.split(".")[:2] if part.isdigit()) >= (2, 52)
 
 
 def _hosts(life: Lifecycle, spec: ClusterSpec) -> Iterator[Check]:
@@ -196,8 +247,8 @@ def _hosts(life: Lifecycle, spec: ClusterSpec) -> Iterator[Check]:
     outcomes = []
     for place, (asked, found) in zip(places, answers, strict=True):
         if not found.get("ok"):
-            hint = found.get("hint") or "look at `environment` of the file; heliostat setup makes it"
-            yield Check(place.name, "fail", str(found.get("reason") or found.get("error")), hint)
+            why = str(found.get("reason") or found.get("error"))
+            yield HOSTS["reached"].answer(False, why, hint=found.get("hint") or None, host=place.name)
             continue
         ray, python = found["ray"]["version"], found["python"]["version"]
         outcomes.append(environment.Outcome(place.name, python, ray))
@@ -205,31 +256,21 @@ def _hosts(life: Lifecycle, spec: ClusterSpec) -> Iterator[Check]:
         cards = Counter(card["name"] for card in found["gpus"])
         gpus = ", ".join(f"{n} × {name}" for name, n in cards.items()) or f"{found['gpu_count']} GPUs"
         about = f"Ray {ray}, Python {python}, {found['cpus']['count']} CPUs, {format_bytes(memory)}, {gpus}"
-        yield _check(place.name, ray is not None, about, "heliostat setup FILE")
-        if ray is not None:
-            old = tuple(int(part) for part in ray.split(".")[:2]) < (2, 52)
-            yield from _unless(
-                not old, place, f"Ray {ray} has no authentication", "heliostat setup FILE", "fail"
-            )
-        yield from _unless(
-            shm > 128 * 2**20, place, f"/dev/shm has {format_bytes(shm)} free", "a larger /dev/shm", "fail"
-        )
+        yield HOSTS["reached"].answer(ray is not None, about, host=place.name)
         disk = found["disk"]["free_bytes"] or 0
-        words = f"{format_bytes(disk)} free in {found['disk']['path']}"
-        yield from _unless(disk > 5 * GIB, place, words, "set TMPDIR by `environment.setup`", "warn")
         # it looked at its clock some time between our question and now
         off = max(asked - found["clock"]["time"], found["clock"]["time"] - time.time(), 0.0)
-        yield from _unless(
-            off < 60, place, f"its clock is off by {format_duration(off)}", "set it by NTP", "warn"
-        )
+        for name, good, words in (
+            ("ray", ray is None or _authenticates(ray), f"Ray {ray} has no authentication"),
+            ("shm", shm > 128 * 2**20, f"/dev/shm has {format_bytes(shm)} free"),
+            ("disk", disk > 5 * GIB, f"{format_bytes(disk)} free in {found['disk']['path']}"),
+            ("clock", off < 60, f"its clock is off by {format_duration(off)}"),
+        ):
+            if not good:  # what is well is in the one line above
+                yield HOSTS[name].answer(False, words, host=place.name)
     odd = environment.odd(outcomes) if outcomes else None
     if odd:
-        yield Check("versions", "fail", f"{odd.what}: {odd.because}", odd.hint)
-
-
-def _unless(good: bool, place: environment.Place, found: str, hint: str, verdict: str) -> Iterator[Check]:
-    if not good:
-        yield Check(place.name, verdict, found, hint)
+        yield HOSTS["versions"].answer(False, f"{odd.what}: {odd.because}", hint=odd.hint or None)
 
 
 def _leftovers(life: Lifecycle) -> Iterator[Check]:
@@ -242,12 +283,8 @@ def _leftovers(life: Lifecycle) -> Iterator[Check]:
         except (HeliostatError, KeyError, TypeError, ValueError):
             record = None
         if folder is None or record is None:
-            yield Check(
-                "record",
-                "fail",
-                f"{life.store.clusters / name} cannot be read",
-                f"look into it, then remove it: {life.store.clusters / name}",
-            )
+            path = life.store.clusters / name
+            yield HERE["record"].answer(False, f"{path} cannot be read", path=path)
             continue
         used |= {str(folder.last_words(node).get("temp")) for node in record.nodes}
     if sys.platform == "win32":
@@ -256,13 +293,8 @@ def _leftovers(life: Lifecycle) -> Iterator[Check]:
         p for p in Path(tempfile.gettempdir()).glob("hs-*") if p.is_dir() and p.stat().st_uid == os.getuid()
     ]
     dead = [p for p in mine if str(p) not in used and not _in_use(p)]
-    yield _check(
-        "leftovers",
-        not dead,
-        f"{len(dead)} folders of dead agents" if dead else "none",
-        f"rm -r {' '.join(map(str, dead[:5]))}",
-        "warn",
-    )
+    words = f"{len(dead)} folders of dead agents" if dead else "none"
+    yield HERE["leftovers"].answer(not dead, words, folders=" ".join(map(str, dead[:5])))
 
 
 def _in_use(folder: Path) -> bool:
@@ -280,54 +312,30 @@ def _in_use(folder: Path) -> bool:
 def _cluster(life: Lifecycle, name: str) -> Iterator[Check]:
     view = life.find(name)
     record, folder = view.record, view.folder
-    yield _check(
-        "state", str(view.state) in ("ready", "starting", "queued"), str(view.state), f"heliostat logs {name}"
-    )
+    good = str(view.state) in ("ready", "starting", "queued")
+    yield CLUSTER["state"].answer(good, str(view.state), name=name)
     for node in record.nodes.values():
         bad = node.state in TERMINAL or str(node.state) in ("LOST", "UNKNOWN")
         text = f"{node.state.lower()} for {format_duration(time.time() - node.since)}" + (
             f": {node.reason}" if node.reason else ""
         )
-        yield _check(
-            f"node {node.name}",
-            not bad,
-            text,
-            f"heliostat logs {name} {node.name}; `up` again starts it anew",
-        )
+        yield CLUSTER["node {node}"].answer(not bad, text, name=name, node=node.name)
     if record.spec.get("security", {}).get("auth") == "none":
-        yield Check(
-            "authentication",
-            "warn",
-            "off: anybody who reaches a port can run code",
-            "take `security` out of the file",
-        )
+        yield CLUSTER["authentication"].answer(False, "off: anybody who reaches a port can run code")
     elif folder.token.exists():
-        yield from _private("token", folder.token, "600")
+        yield _private(CLUSTER["token"], folder.token, "600")
     else:
-        yield Check(
-            "token",
-            "fail",
-            f"{folder.token} is gone",
-            f"the head writes it again within seconds; else heliostat restart {name}",
-        )
+        hint = f"the head writes it again within seconds; else heliostat restart {name}"
+        yield CLUSTER["token"].answer(False, f"{folder.token} is gone", hint=hint)
     pulse = read_json(folder.path / "pulse.json")
     if pulse:
         late = time.time() - float(pulse["at"])
-        yield _check(
-            "head's agent",
-            late < 60,
-            f"last heard of {format_duration(max(0, late))} ago",
-            f"heliostat logs {name} head",
-            "warn",
-        )
+        words = f"last heard of {format_duration(max(0, late))} ago"
+        yield CLUSTER["head's agent"].answer(late < 60, words, name=name)
     if view.address:
         try:
             nodes = life.api(view).nodes()
-            yield _check(
-                "Ray",
-                len(nodes) >= view.alive(),
-                f"{len(nodes)} nodes alive in its table",
-                f"heliostat logs {name} head",
-            )
+            words = f"{len(nodes)} nodes alive in its table"
+            yield CLUSTER["Ray"].answer(len(nodes) >= view.alive(), words, name=name)
         except HeliostatError as error:
-            yield Check("Ray", "fail", str(error), f"heliostat logs {name} head")
+            yield CLUSTER["Ray"].answer(False, str(error), name=name)

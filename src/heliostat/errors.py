@@ -38,6 +38,7 @@ class HeliostatError(Exception):
         return self.what + (f" ({self.because})" if self.because else "")
 
     def fields(self) -> dict[str, str | int]:
+        """As `--json` has them."""
         return {
             "what": self.what,
             "because": self.because,

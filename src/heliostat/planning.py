@@ -43,6 +43,7 @@ def plan(
     at what the site has. standalone: for a person who starts it by hand, where nothing of the record exists. home: the
     person's on the machine that the site is reached through, where that is another."""
     backend = backends.load(spec.on)
+    _check_demand(spec)
     if home and spec.environment.venv and spec.environment.venv.startswith("~/"):
         venv = str(home / spec.environment.venv[2:])
         spec = spec.model_copy(update={"environment": spec.environment.model_copy(update={"venv": venv})})
@@ -60,6 +61,21 @@ def plan(
         facts=backend.survey(options, host) if host is not None else {},
     )
     return order, backend.plan(order)
+
+
+def _check_demand(spec: ClusterSpec) -> None:
+    """Nodes by demand where nobody makes them would be a cluster of a head alone that waits for ever."""
+    if backends.load(spec.on).grows or not spec.elastic:
+        return
+    told = ["`autoscale`"] if spec.autoscale else []
+    told += [f"`groups.{name}.max`" for name, group in spec.kinds.items() if group.max is not None]
+    able = [f"`{site}`" for site in backends.names() if backends.load(site).grows]
+    raise UsageError(
+        f"`autoscale` has no meaning on `{spec.on}`",
+        because=f"nodes come and go with demand on {', '.join(able[:-1])} and {able[-1]} only",
+        saw=f"{', '.join(told)} of the file or the flags",
+        hint=f"leave it out; heliostat scale {spec.cluster_name} N changes a running cluster",
+    )
 
 
 @cache

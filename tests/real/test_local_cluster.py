@@ -558,3 +558,14 @@ def test_scale_up_and_down(pair: Pair, tmp_path: Path, spawn_cli) -> None:
     events = [json.loads(line) for line in (pair.folder / "events.jsonl").read_text().splitlines()]
     assert [event["to"] for event in events if event.get("node") == "w2"][-1] == "GONE"
     assert f"`{NAME}` has 2 nodes" in heliostat("scale", NAME, 1).stderr
+
+
+def test_nodes_that_join_with_a_script_leave_with_it(pair: Pair, tmp_path: Path) -> None:
+    script = tmp_path / "who.py"
+    script.write_text(
+        "import sys, ray\nray.init(logging_level='ERROR')\n"
+        "print(sorted(n['NodeName'] for n in ray.nodes() if n['Alive']))\nsys.exit(7)\n"
+    )
+    done = heliostat("join", NAME, "--nodes", 2, "--cpus-per-node", 1, script, code=7)
+    assert "['head', 'j1-1', 'j1-2', 'w1']" in done.stdout, "it runs when all that came with it are there"
+    assert [node["name"] for node in document("status", NAME)["nodes"]] == ["head", "w1"]

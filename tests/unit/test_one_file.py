@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from heliostat import backends, config, planning
+from heliostat.errors import UsageError
 from heliostat.spec import members
 from heliostat.store import ClusterFolder
 
@@ -48,3 +49,33 @@ def test_the_same_file_serves_every_site(site: str, tmp_path: Path) -> None:
 def test_every_site_of_the_contract_is_there() -> None:
     wanted = {"local", "ssh", "slurm", "pbs", "kubernetes", "aws", "gcp", "azure"}
     assert set(backends.names()) == wanted
+
+
+DEMAND = ("aws", "azure", "gcp", "kubernetes")
+
+
+def planned(site: str, more: str, tmp_path: Path) -> None:
+    path = tmp_path / "heliostat.yaml"
+    path.write_text(FILE.replace("nodes: 3\n", "") % site + more)
+    spec = config.load(backends.names(), file=path, environ={}).spec
+    planning.plan(ClusterFolder(tmp_path / "clusters" / "train"), spec)
+
+
+@pytest.mark.parametrize("site", backends.names())
+@pytest.mark.parametrize(
+    ("more", "saw"),
+    [
+        ("autoscale: {min: 1, max: 3}\n", "`autoscale` of"),
+        ("groups: {big: {nodes: 1, min: 0, max: 4}}\n", "`groups.big.max` of"),
+    ],
+)
+def test_nodes_by_demand_only_where_somebody_makes_them(
+    site: str, more: str, saw: str, tmp_path: Path
+) -> None:
+    if site in DEMAND or (site == "ssh" and "groups" in more):  # where the file lists machines, groups rest
+        return planned(site, more, tmp_path)
+    with pytest.raises(UsageError, match=f"`autoscale` has no meaning on `{site}`") as caught:
+        planned(site, more, tmp_path)
+    error = caught.value
+    assert all(f"`{able}`" in error.because for able in DEMAND) and f"`{site}`" not in error.because
+    assert error.saw.startswith(saw) and "heliostat scale train N" in error.hint

@@ -121,8 +121,6 @@ def test_what_the_site_cannot_do() -> None:
     with pytest.raises(UsageError, match="no `hosts`") as caught:
         plan()
     assert "hosts: [" in caught.value.hint
-    with pytest.raises(UsageError, match="`autoscale` has no meaning"):
-        plan("gold", autoscale={"max": 3})
 
 
 # -- asking

@@ -413,6 +413,10 @@ CASES: dict[str, Case] = {
     "file-key-twice": case("up --dry-run", with_file("nodes: 1\nnodes: 2\n")),
     "file-not-yaml": case("up --dry-run", with_file("name: [\n")),
     "file-autoscale": case("up --dry-run", with_file("autoscale: {max: 3}\n")),
+    "file-autoscale-slurm": case("up --dry-run --on slurm", with_file("groups: {gpu: {max: 3}}\n"), PATH="/nowhere"),
+    "max-nodes": case("up --dry-run --max-nodes 4"),
+    "max-nodes-few": case("up --dry-run --on kubernetes --min-nodes 5 --max-nodes 4"),
+    "max-nodes-one": case("up --dry-run --max-nodes 1"),
     "file-hosts": case("up --dry-run", with_file("hosts: [a]\n")),
     "file-noise": case("up --dry-run", with_file("".join(f"k{i}: {i}\n" for i in range(10_000)))),
     # what would be done

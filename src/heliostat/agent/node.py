@@ -388,7 +388,7 @@ class Worker(Node):
         if self.work:
             status["job"] = self.work.job
             if self.state == "READY" and not self.there.is_set():
-                status["await"] = [member["node"] for member in self.config["members"]]
+                status["await"] = self.config["command"]["with"]
         return status
 
     def find_head(self) -> Optional[Json]:
@@ -521,8 +521,10 @@ class Worker(Node):
         if self.ray is None:
             return
         if self.stopping.is_set() and not self.at_once.is_set() and self.link and self.link.writer:
-            if self.config.get("others"):  # who came with us leaves with us
-                hub.send(self.link.writer, {**self.status(), "release": self.others})
+            mates = self.config["command"]["with"] if self.work else self.others
+            if mates:  # who came with us leaves with us
+                mates = [name for name in mates if name != self.name]
+                hub.send(self.link.writer, {**self.status(), "release": mates})
             drained = asyncio.ensure_future(self.ray.drain())
             at_once = asyncio.ensure_future(self.at_once.wait())
             await asyncio.wait([drained, at_once], return_when=asyncio.FIRST_COMPLETED)

@@ -130,6 +130,7 @@ class Batch:
 
     starts_ray: ClassVar[bool] = True
     shares_files: ClassVar[bool] = True
+    grows: ClassVar[bool] = False
     takes_options: ClassVar[bool] = True
     letters: ClassVar[tuple[str, ...]] = ()
     pace: ClassVar[tuple[float, float]] = (0.5, 10.0)

@@ -22,7 +22,18 @@ from heliostat.backends import _prices as prices
 from heliostat.backends._launcher_files import Json
 from heliostat.backends._launcher_state import ANSWER, ENDED, INSTANCES, LAST_S, LOG, LOOKED, PROCESS
 from heliostat.backends._tables import merge
-from heliostat.backends.base import RUN_S, Check, Handle, Observation, Order, Plan, Step, Told
+from heliostat.backends.base import (
+    RUN_S,
+    Check,
+    Handle,
+    Observation,
+    Order,
+    Plan,
+    Question,
+    Step,
+    Told,
+    by_name,
+)
 from heliostat.errors import HeliostatError, UsageError
 from heliostat.ssh import far
 from heliostat.states import NodeState
@@ -49,6 +60,7 @@ class Launcher:
     packages: ClassVar[Mapping[str, str]]  # modules that must be importable, and what pip calls them
     starts_ray: ClassVar[bool] = False
     shares_files: ClassVar[bool] = False
+    grows: ClassVar[bool] = True
     takes_options: ClassVar[bool] = False
     letters: ClassVar[tuple[str, ...]] = ()
     pace: ClassVar[tuple[float, float]] = (2.0, 15.0)
@@ -82,6 +94,17 @@ class Launcher:
 
     # -- before anything
 
+    questions: ClassVar[Mapping[str, Question]] = by_name(
+        Question("ssh", "the `ssh` command is here", "install ssh on this machine"),
+        Question("rsync", "the `rsync` command is here", "install rsync on this machine"),
+        Question("packages", "the cloud's Python packages are here", "pip install 'heliostat[{site}]'"),
+        Question(
+            "account",
+            "the cloud takes your credentials, and knows the region",
+            "log in as the cloud's own tool says",
+        ),
+    )
+
     def checks(self, spec: ClusterSpec | None, host: Transport) -> list[Check]:
         import importlib.util
 
@@ -90,24 +113,26 @@ class Launcher:
             argv = [program, "-V"] if program == "ssh" else [program, "--version"]
             try:
                 done = host.run(argv, timeout=20)
-                found.append(Check(program, "ok", (done.err or done.out).strip().split("\n")[0]))
+                said = (done.err or done.out).strip().split("\n")[0]
+                found.append(self.questions[program].answer(True, said))
             except HeliostatError as error:
-                found.append(Check(program, "fail", str(error), f"install {program} on this machine"))
+                found.append(self.questions[program].answer(False, str(error)))
         for package in self.packages:
             try:
                 there = importlib.util.find_spec(package) is not None
             except (ImportError, ValueError):
                 there = False
             if not there:
-                hint = f"pip install 'heliostat[{self.name}]'"
-                return [*found, Check("packages", "fail", f"no module `{package}`", hint)]
-        found.append(Check("packages", "ok", ", ".join(self.packages)))
+                ask = self.questions["packages"]
+                return [*found, ask.answer(False, f"no module `{package}`", site=self.name)]
+        found.append(self.questions["packages"].answer(True, ", ".join(self.packages)))
         try:
             answer = self._ask({"do": "check", "config": self._any_config(spec)}, None, host, LOOK_S)
-            found.append(Check("account", "ok", str(answer["found"])))
+            found.append(self.questions["account"].answer(True, str(answer["found"])))
         except (HeliostatError, KeyError, ValueError, TypeError) as error:
             because = getattr(error, "because", "") or str(error)
-            found.append(Check("account", "fail", because, getattr(error, "hint", "")))
+            hint = getattr(error, "hint", "") or None
+            found.append(self.questions["account"].answer(False, because, hint=hint))
         return found
 
     def _any_config(self, spec: ClusterSpec | None) -> Json:

@@ -108,6 +108,32 @@ class Check:
 
 
 @dataclass(frozen=True)
+class Question:
+    """One thing that `doctor` asks: what is well, and what a person types where it is not. docs/troubleshooting.md lists them.
+
+    Names and hints may have fields in braces, which the answer fills in."""
+
+    name: str
+    well: str
+    hint: str = ""
+    bad: str = "fail"  # the verdict where it is not well; "": it is only told
+
+    def answer(
+        self, good: bool, found: str, *, bad: str | None = None, hint: str | None = None, **fields: Any
+    ) -> Check:
+        """`bad`, `hint`: in place of ours, where the answer itself knows better."""
+        name = self.name.format(**fields)
+        if good:
+            return Check(name, "ok", found)
+        return Check(name, bad or self.bad, found, self.hint.format(**fields) if hint is None else hint)
+
+
+def by_name(*asked: Question) -> dict[str, Question]:
+    """By name."""
+    return {question.name: question for question in asked}
+
+
+@dataclass(frozen=True)
 class Told:
     """What is known of a cluster whose Ray the platform starts: what our own agents write into its folder elsewhere.
 
@@ -124,9 +150,12 @@ class Backend(Protocol):
     Options: ClassVar[type]  # a frozen dataclass: the site's own table of the file
     starts_ray: ClassVar[bool]  # True: our agent runs `ray start`; False: the platform does
     shares_files: ClassVar[bool]  # True: the head sees the caller's folders under the same paths
+    grows: ClassVar[bool]  # True: nodes come and go with Ray's demand (`autoscale`)
     takes_options: ClassVar[bool]  # True: there is a scheduler whose own options a person may give
     letters: ClassVar[tuple[str, ...]]  # its scheduler's options that are flags of ours elsewhere (-q)
     pace: ClassVar[tuple[float, float]]  # seconds between two questions to the site: after news, and at most
+
+    questions: ClassVar[Mapping[str, Question]]  # what `checks` answers
 
     def checks(self, spec: ClusterSpec | None, host: Transport) -> list[Check]:
         """For `doctor`; never raises."""

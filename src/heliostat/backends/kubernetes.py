@@ -19,7 +19,18 @@ from heliostat.backends._kube_logs import pod_logs, run_in_pod
 from heliostat.backends._kube_options import Options
 from heliostat.backends._kube_watch import Cluster
 from heliostat.backends._kube_words import PLAIN, absent, name_pods, tell_pod
-from heliostat.backends.base import Check, File, Handle, Observation, Order, Plan, Step, Told
+from heliostat.backends.base import (
+    Check,
+    File,
+    Handle,
+    Observation,
+    Order,
+    Plan,
+    Question,
+    Step,
+    Told,
+    by_name,
+)
 from heliostat.errors import HeliostatError, UsageError
 from heliostat.states import NodeState
 from heliostat.transport import Completed
@@ -43,6 +54,7 @@ class Kubernetes:
     Options: ClassVar[type] = Options
     starts_ray: ClassVar[bool] = False
     shares_files: ClassVar[bool] = False
+    grows: ClassVar[bool] = True
     takes_options: ClassVar[bool] = False
     letters: ClassVar[tuple[str, ...]] = ()
     pace: ClassVar[tuple[float, float]] = (0.3, 5.0)
@@ -363,24 +375,40 @@ class Kubernetes:
 
     # -- for `doctor`
 
+    questions: ClassVar[Mapping[str, Question]] = by_name(
+        Question(
+            "API server", "it answers, and knows you", "look at the kubeconfig: kubectl config get-contexts"
+        ),
+        Question(
+            "KubeRay", "the cluster knows RayClusters", "whoever runs the cluster installs KubeRay's operator"
+        ),
+        Question(
+            "your role",
+            "it may do all that is needed in the namespace",
+            "heliostat up prints the Role that would do",
+        ),
+    )
+
     def checks(self, spec: ClusterSpec | None, host: Transport) -> list[Check]:
         table = (spec.sites.get(self.name) if spec else None) or {}
         try:
             api = kube.connect(table.get("kubeconfig"), table.get("context"))
             version = api.call("GET", "/version")
-            checks = [Check("API server", "ok", f"{api.context}, Kubernetes {version.get('gitVersion')}")]
+            found = f"{api.context}, Kubernetes {version.get('gitVersion')}"
+            checks = [self.questions["API server"].answer(True, found)]
         except HeliostatError as error:
-            return [Check("API server", "fail", str(error), error.hint)]
+            return [self.questions["API server"].answer(False, str(error), hint=error.hint or None)]
         namespace = table.get("namespace") or api.namespace
         try:
             api.call("GET", _place(namespace, "RayCluster"), query={"limit": 1})
-            checks.append(Check("KubeRay", "ok", "its RayCluster is known"))
+            checks.append(self.questions["KubeRay"].answer(True, "its RayCluster is known"))
         except HeliostatError as error:
-            checks.append(Check("KubeRay", "fail", str(error), error.hint))
+            checks.append(self.questions["KubeRay"].answer(False, str(error), hint=error.hint or None))
         return [*checks, self._rights(api, namespace)]
 
     def _rights(self, api: kube.Api, namespace: str) -> Check:
         lacking = []
+        ask = self.questions["your role"]
         try:
             for group, resource, verbs in kube.RIGHTS:
                 whole, _, part = resource.partition("/")
@@ -398,11 +426,10 @@ class Kubernetes:
                     if not answer["status"]["allowed"]:
                         lacking.append(f"{verb} {resource}")
         except HeliostatError as error:
-            return Check("your role", "warn", f"could not be asked for: {error}")
+            return ask.answer(False, f"could not be asked for: {error}", bad="warn", hint="")
         if lacking:
-            hint = "heliostat up prints the Role that would do"
-            return Check("your role", "fail", f"in `{namespace}` it may not {', '.join(lacking)}"[:300], hint)
-        return Check("your role", "ok", f"it may do all that is needed in `{namespace}`")
+            return ask.answer(False, f"in `{namespace}` it may not {', '.join(lacking)}"[:300])
+        return ask.answer(True, f"it may do all that is needed in `{namespace}`")
 
 
 @dataclass

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from heliostat.backends.base import RUN_S, Check, File, Handle, Observation, Order, Plan, Step
+from heliostat.backends.base import RUN_S, Check, File, Handle, Observation, Order, Plan, Question, Step
 from heliostat.errors import HeliostatError, UsageError
 from heliostat.states import NodeState
 from heliostat.transport import process_start
@@ -31,9 +31,11 @@ class Local:
     Options: ClassVar[type] = Options
     starts_ray: ClassVar[bool] = True
     shares_files: ClassVar[bool] = True
+    grows: ClassVar[bool] = False
     takes_options: ClassVar[bool] = False
     letters: ClassVar[tuple[str, ...]] = ()
     pace: ClassVar[tuple[float, float]] = (0.0, 0.0)  # looking at a process costs nothing
+    questions: ClassVar[Mapping[str, Question]] = {}  # this computer is looked at for everybody
 
     def checks(self, spec: ClusterSpec | None, host: Transport) -> list[Check]:
         return []
@@ -49,10 +51,6 @@ class Local:
         from heliostat.spec import members
 
         spec = order.spec
-        if spec.autoscale is not None:
-            raise UsageError(
-                "`autoscale` has no meaning on `local`", because="there are no other machines to get"
-            )
         if (spec.hosts or spec.head.host) and "on" not in spec.model_fields_set:
             raise UsageError(
                 "`hosts` has no meaning on `local`",

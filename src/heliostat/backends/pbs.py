@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from heliostat.backends import _batch, _pbs_words
 from heliostat.backends._batch import OBSERVE_S
 from heliostat.backends._pbs_words import REFUSALS, Said, observation
-from heliostat.backends.base import Check, File, Handle, Observation, Order, Plan, Step
+from heliostat.backends.base import Check, File, Handle, Observation, Order, Plan, Question, Step, by_name
 from heliostat.errors import HeliostatError, UsageError
 from heliostat.states import NodeState
 from heliostat.units import count, format_duration
@@ -60,6 +60,16 @@ _IN_FOLDER = 'cd -- "$0" && exec "$@"'
 BEGAN = "export HELIOSTAT_BEGAN=$(date +%s)"  # walltime runs from here: nobody tells us when it ends
 
 
+PROGRAMS = ("qsub", "qdel", "qsig", "qselect", "pbsdsh")
+QUESTIONS = by_name(
+    Question("qstat", "`qstat` is here, and is PBS's own", "run heliostat where PBS's commands are"),
+    *(Question(name, f"`{name}` is beside it", "ask who installed PBS") for name in PROGRAMS),
+    Question("PATH", "no other party's commands have the same names", "nothing: PBS's own are used", "warn"),
+    Question("dialect", "it is no Torque", "nothing: its own language is spoken", "warn"),
+    Question("server", "the server answers, with its queues", "qstat -B"),
+)
+
+
 @dataclass(frozen=True)
 class Options:
     """The `pbs:` table of the file."""
@@ -92,6 +102,7 @@ class Pbs(_batch.Batch):
     after: ClassVar[tuple[str, ...]] = ("-W", "depend=after:HEAD")
     insists: ClassVar[bool] = True
     last_resort: ClassVar[str] = "qdel -W force"
+    questions: ClassVar[Mapping[str, Question]] = QUESTIONS
 
     def checks(self, spec: ClusterSpec | None, host: Transport) -> list[Check]:
         return checks(host)
@@ -433,43 +444,46 @@ def _explained(done: Completed, order: Order) -> HeliostatError:
 
 def checks(host: Transport) -> list[Check]:
     """For `doctor`."""
+    qstat = QUESTIONS["qstat"]
     try:
         answers = _sections(host.run(["sh", "-c", _FIND], timeout=OBSERVE_S).out)
     except HeliostatError as error:
-        return [Check("qstat", "fail", str(error), "run heliostat where PBS's commands are")]
+        return [qstat.answer(False, str(error))]
     which, dialect = _pbs_words.kind([text for _, text in answers])
     if which < 0:
         who = _pbs_words.stranger([text for _, text in answers])
-        return [Check("qstat", "fail", f"{who.what}: {who.because}", who.hint)]
+        return [qstat.answer(False, f"{who.what}: {who.because}", hint=who.hint)]
     place = answers[which][0]
-    found = [Check("qstat", "ok", f"{answers[which][1].strip().splitlines()[0]} in {place}")]
+    found = [qstat.answer(True, f"{answers[which][1].strip().splitlines()[0]} in {place}")]
     for other, text in answers:
         if _pbs_words.kind([text])[0] < 0:
-            found.append(Check("PATH", "warn", f"commands of the same names in {other} are not PBS's"))
+            found.append(
+                QUESTIONS["PATH"].answer(False, f"commands of the same names in {other} are not PBS's")
+            )
     if dialect == "torque":
-        return [
-            *found,
-            Check("dialect", "warn", "Torque: its own language is spoken, and less is known of it"),
-        ]
-    for program in ("qsub", "qdel", "qsig", "qselect", "pbsdsh"):
+        said = "Torque: its own language is spoken, and less is known of it"
+        return [*found, QUESTIONS["dialect"].answer(False, said)]
+    for program in PROGRAMS:
         done = host.run(["sh", "-c", '[ -x "$1/$2" ]', "sh", place, program], timeout=20)
-        found.append(Check(program, "fail" if done.code else "ok", f"{place}/{program}"))
+        found.append(QUESTIONS[program].answer(not done.code, f"{place}/{program}"))
     return [*found, _server(place, host)]
 
 
 def _server(place: str, host: Transport) -> Check:
+    ask = QUESTIONS["server"]
     began = time.monotonic()
     try:
         done = host.run(["sh", "-c", _QUEUES, "sh", place], timeout=60)
     except HeliostatError as error:
-        return Check("server", "warn", str(error), "a slow server is waited for; a dead one is the site's")
+        hint = "a slow server is waited for; a dead one is the site's"
+        return ask.answer(False, str(error), bad="warn", hint=hint)
     said = dict(_sections(done.out))
     known = queues(said.get("queues", ""), said.get("server", "")).get("queues") or {}
     took = format_duration(time.monotonic() - began)
     if not known:
-        return Check("server", "fail", f"{done.err.strip()[:200] or 'no queues'} after {took}", "qstat -B")
+        return ask.answer(False, f"{done.err.strip()[:200] or 'no queues'} after {took}")
     lines = [name + ("" if entry["enabled"] else " (takes no jobs)") for name, entry in known.items()]
-    return Check("server", "ok", f"queues: {', '.join(lines)}"[:300])
+    return ask.answer(True, f"queues: {', '.join(lines)}"[:300])
 
 
 BACKEND = Pbs()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from heliostat.backends import _batch
 from heliostat.backends._batch import DAY_S, OBSERVE_S
 from heliostat.backends._slurm_words import IN_TURN, observation
-from heliostat.backends.base import Check, File, Handle, Observation, Order, Plan, Step
+from heliostat.backends.base import Check, File, Handle, Observation, Order, Plan, Question, Step, by_name
 from heliostat.errors import HeliostatError, UsageError
 from heliostat.states import NodeState
 from heliostat.units import count, format_duration
@@ -56,6 +56,17 @@ SBATCH = ("--partition", "--account", "--qos", "--constraint", "--gres", "--gpus
           "--mail-type", "--mail-user", "--nice", "--tmp", "--clusters", "--distribution", "--mincpus", "--cores-per-socket")  # fmt: skip
 
 
+PROGRAMS = ("sbatch", "squeue", "scancel", "srun", "sinfo")
+QUESTIONS = by_name(
+    *(Question(name, f"`{name}` is here", "run heliostat where SLURM's commands are") for name in PROGRAMS),
+    Question(
+        "slurmctld",
+        "the controller answers, with its partitions",
+        "a slow controller is waited for; a dead one is the site's",
+    ),
+)
+
+
 @dataclass(frozen=True)
 class Options:
     """The `slurm:` table of the file."""
@@ -91,6 +102,7 @@ class Slurm(_batch.Batch):
     after: ClassVar[tuple[str, ...]] = (AFTER,)  # not a heterogeneous job: that would start all or nothing
     insists: ClassVar[bool] = False
     last_resort: ClassVar[str] = "scancel"
+    questions: ClassVar[Mapping[str, Question]] = QUESTIONS
 
     def checks(self, spec: ClusterSpec | None, host: Transport) -> list[Check]:
         return checks(host)
@@ -435,32 +447,21 @@ def _names(host: Transport, argv: Sequence[str]) -> str:
 def checks(host: Transport) -> list[Check]:
     """For `doctor`."""
     found = []
-    for program in ("sbatch", "squeue", "scancel", "srun", "sinfo"):
+    for program in PROGRAMS:
         try:
             done = host.run([program, "--version"], timeout=20)
-            found.append(
-                Check(program, "ok" if done.code == 0 else "fail", (done.out or done.err).strip()[:100])
-            )
+            found.append(QUESTIONS[program].answer(done.code == 0, (done.out or done.err).strip()[:100]))
         except HeliostatError as error:
-            found.append(Check(program, "fail", str(error), "run heliostat where SLURM's commands are"))
+            found.append(QUESTIONS[program].answer(False, str(error)))
+    ask = QUESTIONS["slurmctld"]
     try:
         began = time.monotonic()
         done = host.run(["sinfo", "--noheader", "--format=%R %a %l %D %t"], timeout=60)
         took = format_duration(time.monotonic() - began)
         lines = "; ".join(done.out.strip().splitlines())[:300]
-        found.append(
-            Check(
-                "slurmctld",
-                "ok" if done.code == 0 else "fail",
-                lines or f"{done.err.strip()[:200]} after {took}",
-            )
-        )
+        found.append(ask.answer(done.code == 0, lines or f"{done.err.strip()[:200]} after {took}"))
     except HeliostatError as error:
-        found.append(
-            Check(
-                "slurmctld", "warn", str(error), "a slow controller is waited for; a dead one is the site's"
-            )
-        )
+        found.append(ask.answer(False, str(error), bad="warn"))
     return found
 
 

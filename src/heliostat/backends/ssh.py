@@ -12,7 +12,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from heliostat.backends.base import RUN_S, Check, File, Handle, Observation, Order, Plan, Step
+from heliostat.backends.base import (
+    RUN_S,
+    Check,
+    File,
+    Handle,
+    Observation,
+    Order,
+    Plan,
+    Question,
+    Step,
+    by_name,
+)
 from heliostat.errors import HeliostatError, PartlyDone, UsageError
 from heliostat.mirror import PLACE, pack
 from heliostat.ssh import far
@@ -43,17 +54,21 @@ class OverSsh:
     Options: ClassVar[type] = Options
     starts_ray: ClassVar[bool] = True
     shares_files: ClassVar[bool] = False
+    grows: ClassVar[bool] = False
     takes_options: ClassVar[bool] = False
     letters: ClassVar[tuple[str, ...]] = ()
     pace: ClassVar[tuple[float, float]] = (0.5, 10.0)
+    questions: ClassVar[Mapping[str, Question]] = by_name(
+        Question("ssh", "the `ssh` command is here", "install OpenSSH's client")
+    )
 
     def checks(self, spec: ClusterSpec | None, host: Transport) -> list[Check]:
         """What is on the hosts, whoever can send an agent there finds out."""
         try:
             version = host.run(["ssh", "-V"], timeout=ASK_S).err.strip()
         except HeliostatError as error:
-            return [Check("ssh", "fail", str(error), "install OpenSSH's client")]
-        return [Check("ssh", "ok", version)]
+            return [self.questions["ssh"].answer(False, str(error))]
+        return [self.questions["ssh"].answer(True, version)]
 
     def nodes_of(self, table: Mapping[str, Any]) -> int | None:
         return None
@@ -69,10 +84,6 @@ class OverSsh:
         spec = order.spec
         if not spec.machines:
             raise UsageError("there are no `hosts`", hint="hosts: [zinc, ann@copper] in the file")
-        if spec.autoscale is not None:
-            raise UsageError(
-                "`autoscale` has no meaning on `ssh`", because="these are all the machines there are"
-            )
         files, steps = [], []
         for member in order.members:
             host = member.host

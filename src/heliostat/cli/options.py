@@ -24,6 +24,7 @@ KEYS = {
     "name": "name",
     "nodes": "nodes",
     "min_nodes": "min_nodes",
+    "max_nodes": "autoscale.max",
     "cpus_per_node": "cpus_per_node",
     "gpus_per_node": "gpus_per_node",
     "memory_per_node": "memory_per_node",
@@ -82,7 +83,10 @@ def cluster_options(function: F) -> F:
         click.option("--on", metavar="SITE", help="where the machines come from [local]"),
         click.option("--name", help="the cluster's name"),
         click.option("--nodes", type=int, help="nodes in all, the head included [1]"),
-        click.option("--min-nodes", type=int, help="begin when so many nodes are alive"),
+        click.option(
+            "--min-nodes", type=int, help="begin when so many nodes are alive; with --max-nodes, so many stay"
+        ),
+        click.option("--max-nodes", type=int, help="more nodes come and go with demand: `autoscale`"),
         click.option("--cpus-per-node", type=int, help="CPUs that Ray may use on each node"),
         click.option("--gpus-per-node", type=int, help="GPUs on each node"),
         click.option(
@@ -115,6 +119,8 @@ def read_config(values: dict[str, Any], file: Path | None, *, base: dict[str, An
     from heliostat import backends, config
 
     flags = {KEYS[key]: value for key, value in values.items() if key in KEYS and value not in (None, ())}
+    if "autoscale.max" in flags:
+        flags |= _demand(flags.pop("autoscale.max"), flags.pop("min_nodes", None))
     if "labels" in flags:
         flags["labels"] = _pairs(flags["labels"].split(","), "--labels")
     if "environment.setup" in flags:
@@ -151,6 +157,15 @@ def read_config(values: dict[str, Any], file: Path | None, *, base: dict[str, An
             hint=f"did you mean `{near[0]}`?" if near else usage,
         )
     return load(**{f"{site}.extra": [*found.spec.sites.get(site, {}).get("extra", []), *native]})
+
+
+def _demand(most: int, least: int | None) -> dict[str, int]:
+    """On the command line the head counts; in the file `autoscale` counts workers."""
+    if most < 2:
+        raise UsageError(f"`--max-nodes {most}` leaves no node to come", because="the head is one of them")
+    if least is not None and not 1 <= least <= most:
+        raise UsageError(f"`--min-nodes {least}` is not between 1 and `--max-nodes {most}`")
+    return {"autoscale.max": most - 1, **({} if least is None else {"autoscale.min": least - 1})}
 
 
 def _pairs(words: Sequence[str], option: str) -> dict[str, str]:

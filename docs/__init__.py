@@ -1,0 +1,1 @@
+"""The documentation, and what writes and checks it: pages.py, made.py, hooks.py, recordings/record.py."""
