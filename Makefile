@@ -9,9 +9,10 @@ JOBS ?= 2
 
 VENV := .venv
 STAMP := $(VENV)/.stamp
+EXAMPLES := $(VENV)/.examples
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lab lab-down lint docs recordings bench bench-slurm bench-ssh venv packages clean FORCE
+.PHONY: help demo test lab lab-down lint docs recordings bench bench-slurm bench-ssh venv venv-examples packages clean FORCE
 
 help:
 	@echo "make demo    start two Ray nodes on this computer, run examples/hello_ray.py, release them"
@@ -21,13 +22,13 @@ help:
 	@echo "make docs    build the documentation into site/, and fail on a broken link"
 	@echo "make recordings   make the pictures of terminals in it anew, from real runs (root)"
 	@echo "make bench   run the benchmarks (as root: make bench-slurm on a real Slurm, make bench-ssh over ssh)"
-	@echo "make venv    only make .venv (RAY_VERSION=$(RAY_VERSION) TORCH_VERSION=$(TORCH_VERSION))"
+	@echo "make venv    only make .venv (RAY_VERSION=$(RAY_VERSION)); make venv-examples: with what the examples import (TORCH_VERSION=$(TORCH_VERSION))"
 	@echo "make clean   remove .venv and caches"
 
 demo: $(STAMP)
 	$(VENV)/bin/heliostat run --nodes 2 examples/hello_ray.py
 
-test: $(STAMP) packages
+test: $(EXAMPLES) packages
 	$(VENV)/bin/python -m pytest --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 lint: $(STAMP)
@@ -65,10 +66,14 @@ bench-ssh: $(STAMP) packages
 
 venv: $(STAMP)
 
-# Other versions than those that are installed make the environment anew.
-VERSIONS := $(RAY_VERSION) $(TORCH_VERSION)
-ifneq ($(shell cat $(STAMP) 2>/dev/null),$(VERSIONS))
+venv-examples: $(EXAMPLES)
+
+# Other versions than those that are installed are installed in their place.
+ifneq ($(shell cat $(STAMP) 2>/dev/null),$(RAY_VERSION))
 $(STAMP): FORCE
+endif
+ifneq ($(shell cat $(EXAMPLES) 2>/dev/null),$(TORCH_VERSION))
+$(EXAMPLES): FORCE
 endif
 
 # Debian splits ensurepip from python3 into python3-venv.
@@ -80,10 +85,17 @@ $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || sh tests/apt.sh python3-venv
 	@rm -f $(STAMP)
 	@$(VENV)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
-	@echo "installing Ray $(RAY_VERSION), PyTorch $(TORCH_VERSION) and the development tools into $(VENV) (about 2 GB, a few minutes) ..."
+	@echo "installing Ray $(RAY_VERSION) and the development tools into $(VENV) (about 500 MB, a minute or two) ..."
 	@$(VENV)/bin/python -m pip install -qq --compile --disable-pip-version-check \
-		-e '.[dev]' 'ray[default]==$(RAY_VERSION)' 'torch==$(TORCH_VERSION)'
-	@echo $(VERSIONS) > $(STAMP)
+		-e '.[dev]' 'ray[default]==$(RAY_VERSION)'
+	@echo $(RAY_VERSION) > $(STAMP)
+
+# Apart, so that the demo does not wait for it.
+$(EXAMPLES): $(STAMP)
+	@echo "installing PyTorch $(TORCH_VERSION) and what else the examples import into $(VENV) (about 1.5 GB, a minute or two) ..."
+	@$(VENV)/bin/python -m pip install -qq --compile --disable-pip-version-check \
+		-e '.[examples]' 'ray[default]==$(RAY_VERSION)' 'torch==$(TORCH_VERSION)'
+	@echo $(TORCH_VERSION) > $(EXAMPLES)
 
 packages:
 	@sh tests/apt.sh $$(grep -v '^#' tests/apt.txt)
