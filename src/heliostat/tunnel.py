@@ -153,7 +153,9 @@ class DashboardProxy:
         """None: it may pass. Otherwise the answer. Never waits, so a key cannot be used twice at once."""
         hosts = (f"127.0.0.1:{self.port}", f"localhost:{self.port}")
         asked = head.values("host")
-        if not self._proxied and (len(asked) != 1 or asked[0].lower() not in hosts):  # a rebound DNS name, for one
+        if not self._proxied and (
+            len(asked) != 1 or asked[0].lower() not in hosts
+        ):  # a rebound DNS name, for one
             return _answer("403 Forbidden", "This is not the address that `heliostat dashboard` printed.\n")
         # A page on another port of 127.0.0.1 is "the same site": its requests carry our cookie.
         foreign = any(site not in ("same-origin", "none") for site in head.values("sec-fetch-site"))

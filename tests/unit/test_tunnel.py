@@ -99,7 +99,9 @@ class Site:
         self.upstream_port = port
         self.token_file = token_file
         token_file.write_text(TOKEN + "\n")
-        self.proxy = DashboardProxy(lambda: ("127.0.0.1", self.upstream_port), token_file.read_text, **options)
+        self.proxy = DashboardProxy(
+            lambda: ("127.0.0.1", self.upstream_port), token_file.read_text, **options
+        )
         self.proxy.start()
         self.host = f"127.0.0.1:{self.proxy.port}"
         self.cookie = ""

@@ -19,7 +19,9 @@ from heliostat.tunnel import DashboardProxy, redirect_page
 @click.option("--open", "in_browser", is_flag=True, help="open it in the browser")
 @click.option("--port", type=click.IntRange(0, 65535), default=0, help="local port [a free one]")
 @click.option(
-    "--proxied", is_flag=True, help="a web proxy that logs people in stands before it: for all of their browsers"
+    "--proxied",
+    is_flag=True,
+    help="a web proxy that logs people in stands before it: for all of their browsers",
 )
 @common
 @click.pass_obj
