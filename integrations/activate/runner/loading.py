@@ -46,7 +46,7 @@ INPUTS = {  # type -> its own attributes
     "header": {"text", "size", "bold"},
 }
 # of the platform, and not of this runner: refused, never passed over
-NOT_HERE = {"strategy": "a matrix of jobs", "app": "apps"}
+NOT_HERE = {"strategy": "matrix of jobs", "app": "apps"}
 NEAR = {"runs-on": "ssh: {remoteHost: …}", "condition": "if", "uses": "a step with `uses`", "with": "a step with `uses`"}
 
 
@@ -141,7 +141,7 @@ class Lines:
 
 def load(path: Path) -> Workflow:
     try:
-        return read(path.read_text(encoding="utf-8"), path.parent.name or "workflow")
+        return read(path.read_text(encoding="utf-8"), path.resolve().parent.name)
     except (OSError, UnicodeDecodeError) as error:
         raise WorkflowError(f"could not read `{path}`: {error}") from None
 

@@ -33,6 +33,7 @@ class JobRun:
 
     job: Job
     state: str = "pending"
+    done: bool = False  # its last word is said
     failed: bool = False
     cancels: int = 0  # how often it was told to end
     why: str = ""
@@ -80,13 +81,12 @@ class Run:
     # -- the run
 
     def run(self) -> dict[str, Any]:
-        threads = [threading.Thread(target=self._job, args=(each,), daemon=True) for each in self.jobs.values()]
         limit = time.monotonic() + (self.workflow.timeout or float("inf"))
-        for thread in threads:
-            thread.start()
-        while any(thread.is_alive() for thread in threads):
+        for each in self.jobs.values():
+            threading.Thread(target=self._job, args=(each,), daemon=True).start()
+        while not all(each.done for each in self.jobs.values()):
             try:
-                threads[[thread.is_alive() for thread in threads].index(True)].join(LOOK_S)
+                time.sleep(LOOK_S)  # a Ctrl-C in a join or a lock may leave it broken
                 if time.monotonic() > limit and not self.timed_out:
                     self.timed_out = True
                     self.cancel("the workflow's time is over")
@@ -96,8 +96,6 @@ class Run:
                     self.say("", "interrupted again: stopping at once; what is left on the hosts is left")
                     break
                 self.cancel("interrupted")
-            except ValueError:
-                pass  # the last one ended in this moment
         if self.options.clean and not self._hard:
             self._remove_folders()
         return self.result()
@@ -148,23 +146,22 @@ class Run:
     # -- one job
 
     def _job(self, each: JobRun) -> None:
+        state = "error"
         try:
             state = self._ready(each)
             if state == "running":
                 self._set(each, state)
                 state = self._steps(each)
-        except (ExpressionError, HostError, actions.ActionError) as error:
+            if state == "canceled":
+                each.outputs = {}
+            why = f" ({each.why})" if each.why and state != "completed" else ""
+            self.say(each.job.name, f"{state}{why}")
+        except Exception as error:  # an expression, a host, or a defect of ours: others must not wait for it
+            each.failed, each.why, state = True, str(error) or repr(error), "error"
             self.say(each.job.name, f"error: {error}")
-            each.failed, each.why, state = True, str(error), "error"
-        except BaseException as error:
-            each.failed, each.why = True, repr(error)
-            self._set(each, "error")
-            raise
-        if state == "canceled":
-            each.outputs = {}
-        self._set(each, state)
-        why = f" ({each.why})" if each.why and state != "completed" else ""
-        self.say(each.job.name, f"{state}{why}")
+        finally:
+            self._set(each, state)
+            each.done = True
 
     def _set(self, each: JobRun, state: str) -> None:
         with self._change:
@@ -423,5 +420,6 @@ def _planned(run: Run, each: JobRun) -> dict[str, Any]:
     for step in each.job.steps:
         host = where(step.keys["ssh"] if "ssh" in step.keys else each.job.keys.get("ssh"))
         text = {k: render(step.keys[k], look, run.options.absent) for k in ("run", "uses", "with", "cleanup") if k in step.keys}
-        steps.append({"name": step.name, "begins": begins(step.keys), "on": host, **text})
+        about: dict[str, Any] = {"name": step.name, "begins": begins(step.keys), "on": host}
+        steps.append({**about, **text})
     return {"job": each.job.name, "needs": list(each.job.needs), "begins": begins(each.job.keys), "steps": steps}
