@@ -132,7 +132,7 @@ umask "$mask"
 [ -e {place}/canceled ] && {{ echo '@exit 143' >&2; exit; }}
 setsid bash {place}/script-unstable.sh </dev/null >>{place}/step.out 2>&1 &
 echo $! >{place}/step.pid
-tail -n +1 -s 0.2 -f --pid=$! {place}/step.out </dev/null
+tail -n +1 -s 0.05 -f --pid=$! {place}/step.out </dev/null
 wait $!
 echo "@exit $?" >&2
 echo "@outputs $(base64 -w0 <{outputs})" >&2

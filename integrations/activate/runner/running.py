@@ -24,7 +24,7 @@ FINE = {"completed", "skipped"}  # what a job may be for those that need it
 FINAL = {*FINE, "error", "canceled", "skipped-failed"}
 ATTEMPT_S = 30.0  # the platform's own limit for an attempt of a step with `retry`
 CLEANUP_S = 600.0
-LOOK_S = 0.1
+LOOK_S = 0.05
 
 
 @dataclass
