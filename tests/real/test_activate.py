@@ -95,7 +95,7 @@ def nothing_left(platform: Platform) -> Iterator[None]:
     no_clusters(lab)
     wait_for("empty queues", lambda: not lab.queue() and not Lab.queue(lab))
     nothing_on_hosts(lab)
-    doors = ["pgrep", "-u", USER, "-f", "heliostat|runner|pw/jobs"]
+    doors = ["pgrep", "-u", USER, "-f", "m heliostat |script-unstable"]
     wait_for("no step and no door on the login host", lambda: not lab.root("ctl", *doors).out)
     assert not list((lab.home / "pw/jobs").glob("*"))
     assert not list((lab.home / ".heliostat").rglob("token"))
@@ -110,14 +110,16 @@ MODES = {
 
 @pytest.mark.parametrize("mode", list(MODES))
 def test_a_script_on_two_nodes(platform: Platform, mode: str) -> None:
-    """The cluster comes, the dashboard is behind the session, the script runs on all nodes, and all is given back."""
+    """The cluster comes, the dashboard is behind the session, the script runs on all nodes, and all is given back.
+
+    Over ssh it is to stay, and ends by itself, as it does when nobody uses it: the run is over then."""
     kind, inputs = MODES[mode]
     lab = platform.lab
     # the script waits for a browser, so that the session is looked at while it lives
     script = SCRIPT + "import time, os\nwhile not os.path.exists(os.path.expanduser('~/browsed')): time.sleep(0.2)\n"
     browsed = lab.home / "browsed"
     browsed.unlink(missing_ok=True)
-    process, result = platform.start(kind, user_script=script, **inputs)
+    process, result = platform.start(kind, user_script=script, keep=mode == "ssh", **inputs)
     lines: list[str] = []
     assert process.stdout
     for line in process.stdout:
@@ -128,6 +130,9 @@ def test_a_script_on_two_nodes(platform: Platform, mode: str) -> None:
             seen = ok(lab.run(sys.executable, "-c", BROWSE, told["port"], told["slug"])).out
             assert seen.startswith("403\n") and '"ray_version"' in seen
             lab.put("browsed", "")
+        if line.startswith("[user_script] completed") and mode == "ssh":
+            (cluster,) = json.loads(ok(lab.heliostat("ls", "--json")).out)["clusters"]
+            ok(lab.heliostat("down", cluster["name"]))
     said = "".join(lines)
     assert process.wait(60) == 0, said
     assert "hosts ['n1', 'n2'] it's $HOME" in said
