@@ -103,7 +103,21 @@ def test_what_is_not_needed_is_not_looked_at() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "a ==", "== a", "(a", "a)", "a b", "a && ?? b", "a ?? b && c", "a || b ?? c", "a ? b", "[1, 2", "a @ b", "'x"],
+    [
+        "",
+        "a ==",
+        "== a",
+        "(a",
+        "a)",
+        "a b",
+        "a && ?? b",
+        "a ?? b && c",
+        "a || b ?? c",
+        "a ? b",
+        "[1, 2",
+        "a @ b",
+        "'x",
+    ],
 )
 def test_what_is_no_expression(text: str) -> None:
     with pytest.raises(ExpressionError):

@@ -38,7 +38,9 @@ def test_a_good_one() -> None:
     found = read(ONE)
     assert list(found.jobs) == ["first", "second"] and found.jobs["second"].needs == ("first",)
     assert found.jobs["first"].steps[0].line == 8 and not found.warnings
-    assert read(ONE.replace("'on'", "on")).inputs == found.inputs  # the platform reads it so, YAML 1.1 does not
+    assert (
+        read(ONE.replace("'on'", "on")).inputs == found.inputs
+    )  # the platform reads it so, YAML 1.1 does not
 
 
 @pytest.mark.parametrize(
@@ -137,7 +139,9 @@ def test_an_ignored_group_has_no_values_and_needs_none() -> None:
 
 
 def test_what_comes_from_outside() -> None:
-    found = form({**GIVEN, "resource": "hpc", "version": 3, "scheduler": "true", "token": "s3cret", "note": ""})
+    found = form(
+        {**GIVEN, "resource": "hpc", "version": 3, "scheduler": "true", "token": "s3cret", "note": ""}
+    )
     values = found.values()
     assert values["version"] == "3" and values["scheduler"] is True and found.secrets == {"s3cret"}
     assert values["resource"]["schedulerType"] == "slurm" and values["resource"]["id"] == "hpc"

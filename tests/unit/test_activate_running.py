@@ -154,7 +154,9 @@ def test_a_canceled_run() -> None:
     ran.until("[long] begun")
     ran.run.cancel("by hand")
     thread.join(NET_S)
-    assert ran.states == "long:canceled after:canceled handler:completed" and ran.result["state"] == "canceled"
+    assert (
+        ran.states == "long:canceled after:canceled handler:completed" and ran.result["state"] == "canceled"
+    )
     assert "[long] told" in ran.lines and "[long] cleaned" in ran.lines
 
 
@@ -178,7 +180,11 @@ def test_the_workflows_own_time() -> None:
 def test_what_a_step_sees(tmp_path: Path) -> None:
     (tmp_path / "with space").mkdir()
     text = 'pwd; env; echo "w=$W j=$J s=$S"; cat; echo $0'
-    form = {"pass": {"type": "password"}, "on": {"type": "boolean", "default": True}, "gone": {"type": "string", "optional": True}}
+    form = {
+        "pass": {"type": "password"},
+        "on": {"type": "boolean", "default": True},
+        "gone": {"type": "string", "optional": True},
+    }
     ran = Ran(
         {
             "j": job(sh(text, env={"S": "${{ inputs.on }}", "J": "step"}), env={"J": "job", "W": "j$PW_WORKFLOW_NAME"}),
@@ -189,9 +195,16 @@ def test_what_a_step_sees(tmp_path: Path) -> None:
         env={"W": "workflow"},
         options={"absent": "undefined"},
     ).now()  # fmt: skip
-    assert f"[j] {tmp_path}/pw/jobs/{ran.run.slug}" in ran.lines and f"[there] {tmp_path}/with space" in ran.lines
+    assert (
+        f"[j] {tmp_path}/pw/jobs/{ran.run.slug}" in ran.lines
+        and f"[there] {tmp_path}/with space" in ran.lines
+    )
     assert "[j] w=jw j=step s=true" in ran.lines
-    assert "SECRET_OF_THE_DEVELOPER" not in ran.said and "hunter2" not in ran.said and "[there] *** undefined" in ran.lines
+    assert (
+        "SECRET_OF_THE_DEVELOPER" not in ran.said
+        and "hunter2" not in ran.said
+        and "[there] *** undefined" in ran.lines
+    )
     names = {line.removeprefix("[j] ").partition("=")[0] for line in ran.lines if line.startswith("[j] PW_")}
     assert {"PW_PARENT_JOB_DIR", "PW_RUN_SLUG", "PW_JOB_ID", "PW_USER"} <= names and "PW_API_KEY" not in names
     scripts = list((tmp_path / "pw/jobs").rglob("script-unstable.sh"))
@@ -199,7 +212,9 @@ def test_what_a_step_sees(tmp_path: Path) -> None:
 
 
 def test_a_child_that_holds_the_output_open_and_much_output() -> None:
-    ran = Ran({"j": job("sleep 600 & echo $! >child; seq 20000; printf unterminated", "kill $(cat child)")}).now()
+    ran = Ran(
+        {"j": job("sleep 600 & echo $! >child; seq 20000; printf unterminated", "kill $(cat child)")}
+    ).now()
     assert ran.states == "j:completed" and "[j] 20000" in ran.lines and "[j] unterminated" in ran.lines
 
 
@@ -258,7 +273,9 @@ def test_the_command(tmp_path: Path) -> None:
         assert process.returncode == code and said in out, out
     result = tmp_path / "r.json"
     assert '"state": "completed"' in result.read_text() and result.stat().st_mode & 0o077 == 0
-    assert len(list((tmp_path / "pw/jobs").iterdir())) == 1, "of the one that failed, not of the one with --clean"
+    assert len(list((tmp_path / "pw/jobs").iterdir())) == 1, (
+        "of the one that failed, not of the one with --clean"
+    )
     process = command("-i", "a=600")
     assert process.stdout
     while "begun" not in process.stdout.readline():

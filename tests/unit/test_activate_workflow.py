@@ -19,7 +19,7 @@ from runner.running import Options, Run, plan
 PLACE = Path(__file__).parents[2] / "integrations/activate"
 WORKFLOW = load(PLACE / "workflow.yaml")
 MODES = {"On the login host, or the hosts that are named": "ssh", "On SLURM": "slurm", "On PBS": "pbs"}
-NASTY = "it's \"$HOME\" `id` ; \\ &"
+NASTY = 'it\'s "$HOME" `id` ; \\ &'
 
 
 def made(kind: str, **given: Any) -> Run:
@@ -50,7 +50,9 @@ def test_one_mode_for_each_resource(kind: str, scheduler: Any, mode: str) -> Non
 
 def test_the_platforms_rules_that_only_it_would_tell() -> None:
     text = (PLACE / "workflow.yaml").read_text()
-    assert set(yaml.safe_load(text)) == {"permissions", "sessions", "jobs", "configurations", "on"}, "`on` is quoted"
+    assert set(yaml.safe_load(text)) == {"permissions", "sessions", "jobs", "configurations", "on"}, (
+        "`on` is quoted"
+    )
     for step in (step for job in WORKFLOW.jobs.values() for step in job.steps):
         for shell in (step.keys.get("run"), step.keys.get("cleanup")):
             if shell:
@@ -70,7 +72,9 @@ def test_the_configurations(preset: str) -> None:
     assert form.values()["scheduler"] is (preset[0] in "SP")
 
 
-def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, absent: str = "", **given: Any) -> list[str]:
+def words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, absent: str = "", **given: Any
+) -> list[str]:
     """What preprocessing writes, run for real on this machine."""
     monkeypatch.setenv("HOME", str(tmp_path))
     command = tmp_path / "heliostat"

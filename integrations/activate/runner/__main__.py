@@ -22,17 +22,35 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="runner", description=__doc__)
     parser.add_argument("workflow", type=Path)
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--validate", action="store_true", help="check the file, and the inputs where they are given")
+    what.add_argument(
+        "--validate", action="store_true", help="check the file, and the inputs where they are given"
+    )
     what.add_argument("--plan", action="store_true", help="print jobs, hosts and rendered steps; run nothing")
     parser.add_argument("--inputs", type=Path, metavar="FILE", help="JSON: the values of the form")
-    parser.add_argument("-i", "--input", action="append", default=[], metavar="GROUP.NAME=TEXT", help="one value")
-    parser.add_argument("--configuration", metavar="NAME", help="one of the workflow's own presets, under the inputs")
-    parser.add_argument("--resources", type=Path, metavar="FILE", help="JSON: NAME -> {id, ip, schedulerType, …}")
-    parser.add_argument("--checkout", action="append", default=[], metavar="REPO=FOLDER", help="a folder for a repository")
-    parser.add_argument("--ssh", default="ssh", metavar="COMMAND", help="how hosts are reached, e.g. 'ssh -F config'")
-    parser.add_argument("--undefined", default="", metavar="TEXT", help="what stands in a text for a value that is absent")
-    parser.add_argument("--clean", action="store_true", help="remove the run's folders on the hosts at the end")
-    parser.add_argument("--result", type=Path, metavar="FILE", help="write the result there, as JSON, for your eyes only")
+    parser.add_argument(
+        "-i", "--input", action="append", default=[], metavar="GROUP.NAME=TEXT", help="one value"
+    )
+    parser.add_argument(
+        "--configuration", metavar="NAME", help="one of the workflow's own presets, under the inputs"
+    )
+    parser.add_argument(
+        "--resources", type=Path, metavar="FILE", help="JSON: NAME -> {id, ip, schedulerType, …}"
+    )
+    parser.add_argument(
+        "--checkout", action="append", default=[], metavar="REPO=FOLDER", help="a folder for a repository"
+    )
+    parser.add_argument(
+        "--ssh", default="ssh", metavar="COMMAND", help="how hosts are reached, e.g. 'ssh -F config'"
+    )
+    parser.add_argument(
+        "--undefined", default="", metavar="TEXT", help="what stands in a text for a value that is absent"
+    )
+    parser.add_argument(
+        "--clean", action="store_true", help="remove the run's folders on the hosts at the end"
+    )
+    parser.add_argument(
+        "--result", type=Path, metavar="FILE", help="write the result there, as JSON, for your eyes only"
+    )
     return parser.parse_args(words)
 
 
@@ -99,7 +117,13 @@ def main(words: list[str] | None = None) -> int:
     for name, about in result["jobs"].items():
         print(f"{name}: {about['state']}" + (f" ({about['why']})" if about["why"] else ""))
     for session in result["sessions"]:
-        there = Host(next(v["ip"] for v in run.values.values() if isinstance(v, dict) and v.get("id") == session["target"]))
+        there = Host(
+            next(
+                v["ip"]
+                for v in run.values.values()
+                if isinstance(v, dict) and v.get("id") == session["target"]
+            )
+        )
         print(f"session {session['name']}: {session['remoteHost']}:{session['remotePort']} from {there}")
     print(f"{run.slug}: {result['state']}")
     return {"completed": 0, "error": 1, "canceled": 130}[result["state"]]

@@ -126,7 +126,9 @@ class Parser:
 
     def need(self, text: str) -> None:
         if not self.take(text):
-            raise ExpressionError(f"`{text}` is missing" + (f" before `{self.now.text}`" if self.now.text else ""))
+            raise ExpressionError(
+                f"`{text}` is missing" + (f" before `{self.now.text}`" if self.now.text else "")
+            )
 
     def choice(self) -> Tree:
         condition = self.level(0)
@@ -143,7 +145,9 @@ class Parser:
         while op := self.take(*LEVELS[number]):
             # a chain of powers goes to the right, all others to the left
             right = self.level(number if op == "**" else number + 1)
-            if op == "??" and any(isinstance(part, Apply) and part.op in ("&&", "||") for part in (left, right)):
+            if op == "??" and any(
+                isinstance(part, Apply) and part.op in ("&&", "||") for part in (left, right)
+            ):
                 raise ExpressionError("`??` beside `&&` or `||` needs parentheses")
             left = Apply(op, (left, right))
         return left

@@ -17,7 +17,16 @@ from typing import Any
 
 GRACE_S = 20  # between TERM and KILL of a step
 LATE_S = 30  # so long may a connection hang after the step that it was for is ended
-SSH = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4")
+SSH = (
+    "-o",
+    "BatchMode=yes",
+    "-o",
+    "ConnectTimeout=15",
+    "-o",
+    "ServerAliveInterval=15",
+    "-o",
+    "ServerAliveCountMax=4",
+)
 LOCAL = ("", "localhost", "127.0.0.1")
 OURS = ("HOME", "PATH", "USER", "LOGNAME", "LANG")  # of this person's environment, what a step here gets
 
@@ -69,7 +78,12 @@ class Host:
         """The output of a short program there."""
         try:
             done = subprocess.run(
-                self.argv(), input=program, env=self.environment(), capture_output=True, text=True, timeout=timeout
+                self.argv(),
+                input=program,
+                env=self.environment(),
+                capture_output=True,
+                text=True,
+                timeout=timeout,
             )
         except subprocess.TimeoutExpired:
             raise HostError(f"{self}: no answer in {timeout:g} s") from None
@@ -117,7 +131,9 @@ class Script:
         )
 
     def ending(self) -> str:
-        return ENDING.format(run=f'"$HOME"/{shlex.quote(self.run_dir)}', place=shlex.quote(self.place), grace=GRACE_S)
+        return ENDING.format(
+            run=f'"$HOME"/{shlex.quote(self.run_dir)}', place=shlex.quote(self.place), grace=GRACE_S
+        )
 
 
 # Whoever ends it leaves a word first and looks for the number then; we look for the word first and leave the number then.
@@ -188,7 +204,10 @@ class Running:
         if "@exit" not in told:
             words = " ".join(line for line in self._said if not line.startswith("@"))
             raise HostError(f"{self.host}: {words or 'the connection is gone'}")
-        return Ended(int(told["@exit"]), read_outputs(base64.b64decode(told.get("@outputs", "")).decode(errors="replace")))
+        return Ended(
+            int(told["@exit"]),
+            read_outputs(base64.b64decode(told.get("@outputs", "")).decode(errors="replace")),
+        )
 
     def end(self) -> None:
         """Ends the step and its children there: TERM, time, KILL. Then the connection."""

@@ -34,7 +34,9 @@ class Form:
         self._asked: list[tuple[str, ...]] = []
         if preset is not None:
             if preset not in workflow.configurations:
-                raise InputError(f"there is no configuration `{preset}`; there is {', '.join(workflow.configurations)}")
+                raise InputError(
+                    f"there is no configuration `{preset}`; there is {', '.join(workflow.configurations)}"
+                )
             self.given = merged(workflow.configurations[preset].get("inputs") or {}, given)
         self._refuse_unknown(self.form, self.given, ())
 

@@ -47,7 +47,12 @@ INPUTS = {  # type -> its own attributes
 }
 # of the platform, and not of this runner: refused, never passed over
 NOT_HERE = {"strategy": "matrix of jobs", "app": "apps"}
-NEAR = {"runs-on": "ssh: {remoteHost: …}", "condition": "if", "uses": "a step with `uses`", "with": "a step with `uses`"}
+NEAR = {
+    "runs-on": "ssh: {remoteHost: …}",
+    "condition": "if",
+    "uses": "a step with `uses`",
+    "with": "a step with `uses`",
+}
 
 
 class WorkflowError(Exception):
@@ -60,10 +65,16 @@ class Loader(yaml.SafeLoader):
 
 
 Loader.yaml_implicit_resolvers = {
-    letter: [(tag, pattern) for tag, pattern in pairs if tag not in ("tag:yaml.org,2002:bool", "tag:yaml.org,2002:timestamp")]
+    letter: [
+        (tag, pattern)
+        for tag, pattern in pairs
+        if tag not in ("tag:yaml.org,2002:bool", "tag:yaml.org,2002:timestamp")
+    ]
     for letter, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"true|True|TRUE|false|False|FALSE"), list("tTfF"))
+Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:bool", re.compile(r"true|True|TRUE|false|False|FALSE"), list("tTfF")
+)
 SEXAGESIMAL = re.compile(r"[-+]?[1-9][0-9_]*(:[0-5]?[0-9])+")
 
 
@@ -130,7 +141,8 @@ class Lines:
                 self._walk(value, (*path, number))
         elif isinstance(node, yaml.ScalarNode) and node.style is None and SEXAGESIMAL.fullmatch(node.value):
             raise WorkflowError(
-                f"`{node.value}` without quotes is a number to some: write '{node.value}'", node.start_mark.line + 1
+                f"`{node.value}` without quotes is a number to some: write '{node.value}'",
+                node.start_mark.line + 1,
             )
 
     def __getitem__(self, path: tuple[Any, ...]) -> int:
@@ -235,7 +247,9 @@ class Checker:
             self.table("configurations", name, known={"inputs"})
             for path in paths(self.table("configurations", name, "inputs")):
                 if not exists(form, path):
-                    raise self.fail(f"there is no input `{'.'.join(path)}`", "configurations", name, "inputs", *path)
+                    raise self.fail(
+                        f"there is no input `{'.'.join(path)}`", "configurations", name, "inputs", *path
+                    )
         return presets
 
     def job(self, name: str) -> Job:
@@ -262,7 +276,9 @@ class Checker:
         if "uses" in keys:
             uses = keys["uses"]
             if uses not in ACTIONS:
-                raise self.fail(f"this runner has no `{uses}`; it has {', '.join(sorted(ACTIONS))}", *place, "uses")
+                raise self.fail(
+                    f"this runner has no `{uses}`; it has {', '.join(sorted(ACTIONS))}", *place, "uses"
+                )
             needed, known = ACTIONS[uses]
             self.table(*place, "with", known={*needed, *known})
             for key in needed:
@@ -303,7 +319,9 @@ class Checker:
         while ready := [j.name for j in jobs.values() if j.name not in done and {*j.needs} <= done]:
             done.update(ready)
         if left := [job for job in jobs.values() if job.name not in done]:
-            raise WorkflowError(f"these jobs wait for each other: {', '.join(j.name for j in left)}", left[0].line)
+            raise WorkflowError(
+                f"these jobs wait for each other: {', '.join(j.name for j in left)}", left[0].line
+            )
 
     def references(self, workflow: Workflow) -> None:
         """Every name in every expression is of something that there is."""
@@ -317,7 +335,9 @@ class Checker:
     def reference(self, workflow: Workflow, name: str, place: tuple[Any, ...]) -> None:
         root, *rest = name.split(".")
         if root not in ROOTS and name not in (*STATUS, ".hidden", ".ignore") and root not in ELSEWHERE:
-            workflow.warnings.append(f"line {self.lines[place]}: the bare word `{name}` counts as a text; quote it")
+            workflow.warnings.append(
+                f"line {self.lines[place]}: the bare word `{name}` counts as a text; quote it"
+            )
         if root in ELSEWHERE:
             raise ExpressionError(f"there is no `{root}` in this platform's expressions")
         if root == "sessions" and rest[:1] and rest[0] not in workflow.sessions:

@@ -200,7 +200,9 @@ class Run:
                     each.steps.append({"name": step.name, "state": "skipped", "code": None})
                     continue
                 self._step(each, step)
-            explicit = render(each.job.keys.get("outputs") or {}, self._looking(each)) if not each.failed else {}
+            explicit = (
+                render(each.job.keys.get("outputs") or {}, self._looking(each)) if not each.failed else {}
+            )
             each.outputs.update({key: text_of(value) for key, value in explicit.items()})
         finally:
             for step in reversed(each.begun):
@@ -226,7 +228,9 @@ class Run:
             state = "canceled"
         each.steps.append({"name": step.name, "state": state, "code": code})
         if state == "error" and not step.keys.get("ignore-errors"):
-            each.why = each.why or (f"`{step.name}` ended with {code}" if code is not None else f"`{step.name}` failed")
+            each.why = each.why or (
+                f"`{step.name}` ended with {code}" if code is not None else f"`{step.name}` failed"
+            )
             with self._change:
                 each.failed = True
                 self._change.notify_all()
@@ -252,7 +256,15 @@ class Run:
         return "error", ended.code if ended else None
 
     def _script(
-        self, each: JobRun, step: Step, text: str, place: str, more: dict[str, str], limit: float, *, cleanup: bool = False
+        self,
+        each: JobRun,
+        step: Step,
+        text: str,
+        place: str,
+        more: dict[str, str],
+        limit: float,
+        *,
+        cleanup: bool = False,
     ) -> Ended | None:
         """Runs the text on the step's host. None: it was ended before its own end."""
         look = self._looking(each, step, more)
@@ -260,7 +272,9 @@ class Run:
         where = render((keys["ssh"] or {}) if "ssh" in keys else (each.job.keys.get("ssh") or {}), look)
         host = Host.of(where, self.options.ssh)
         self.hosts.add(host)
-        folder = text_of(render(keys.get("working-directory") or each.job.keys.get("working-directory") or "", look))
+        folder = text_of(
+            render(keys.get("working-directory") or each.job.keys.get("working-directory") or "", look)
+        )
         script = Script(
             text=text_of(render(text, look, self.options.absent)),
             run_dir=self.folder,
@@ -308,7 +322,9 @@ class Run:
             wrong = str(error)
         if wrong:
             self.say(each.job.name, f"warning: clean-up of {step.name}: {wrong}")
-        each.steps.append({"name": f"clean-up of {step.name}", "state": "error" if wrong else "completed", "code": None})
+        each.steps.append(
+            {"name": f"clean-up of {step.name}", "state": "error" if wrong else "completed", "code": None}
+        )
 
     def _action(self, each: JobRun, step: Step) -> None:
         look = self._looking(each, step)
@@ -323,15 +339,23 @@ class Run:
                         self.jobs[name].cancel(f"canceled by {each.job.name}")
                     self._change.notify_all()
         elif uses == "update-session":
-            ips = [v["ip"] for v in self.values.values() if isinstance(v, dict) and v.get("id") == values["target"]]
+            ips = [
+                v["ip"]
+                for v in self.values.values()
+                if isinstance(v, dict) and v.get("id") == values["target"]
+            ]
             if not ips:
                 raise actions.ActionError(f"there is no resource with the id `{values['target']}`")
             found = actions.session(values, Host(ips[0], ssh=self.options.ssh))
             self.sessions.append(found)
             says = "answers" if found["answers"] else "does not answer"
-            self.say(each.job.name, f"session {found['name']}: {found['remoteHost']}:{found['remotePort']} {says}")
+            self.say(
+                each.job.name, f"session {found['name']}: {found['remoteHost']}:{found['remotePort']} {says}"
+            )
         else:
-            host = Host.of(render(step.keys.get("ssh") or each.job.keys.get("ssh") or {}, look), self.options.ssh)
+            host = Host.of(
+                render(step.keys.get("ssh") or each.job.keys.get("ssh") or {}, look), self.options.ssh
+            )
             self.hosts.add(host)
             count = actions.checkout(values, self.options.sources, host, self.folder)
             self.say(each.job.name, f"{count} files and folders of {values['repo']}")
@@ -377,13 +401,22 @@ class Run:
         return found[key]
 
     def _env(self, each: JobRun, step: Step | None, look: Callable[[str], Any]) -> dict[str, str]:
-        tables = (self.workflow.env, each.job.keys.get("env") or {}, (step.keys.get("env") or {}) if step else {})
+        tables = (
+            self.workflow.env,
+            each.job.keys.get("env") or {},
+            (step.keys.get("env") or {}) if step else {},
+        )
         return {key: text_of(render(value, look)) for table in tables for key, value in table.items()}
 
     def _platform(self) -> dict[str, str]:
         """As the platform names them; its key is nobody's here."""
         about = {"PW_JOB_ID": self.slug, "PW_RUN_SLUG": self.slug, "PW_JOB_NUMBER": "1"}
-        return {**about, "PW_WORKFLOW_NAME": self.workflow.name, "PW_PLATFORM_HOST": "localhost", "PW_USER": "$USER"}
+        return {
+            **about,
+            "PW_WORKFLOW_NAME": self.workflow.name,
+            "PW_PLATFORM_HOST": "localhost",
+            "PW_USER": "$USER",
+        }
 
     def _remove_folders(self) -> None:
         for host in self.hosts:
@@ -419,7 +452,15 @@ def _planned(run: Run, each: JobRun) -> dict[str, Any]:
     steps = []
     for step in each.job.steps:
         host = where(step.keys["ssh"] if "ssh" in step.keys else each.job.keys.get("ssh"))
-        text = {k: render(step.keys[k], look, run.options.absent) for k in ("run", "uses", "with", "cleanup") if k in step.keys}
-        about: dict[str, Any] = {"name": step.name, "begins": begins(step.keys), "on": host}
-        steps.append({**about, **text})
-    return {"job": each.job.name, "needs": list(each.job.needs), "begins": begins(each.job.keys), "steps": steps}
+        text: dict[str, Any] = {
+            k: render(step.keys[k], look, run.options.absent)
+            for k in ("run", "uses", "with", "cleanup")
+            if k in step.keys
+        }
+        steps.append({"name": step.name, "begins": begins(step.keys), "on": host, **text})
+    return {
+        "job": each.job.name,
+        "needs": list(each.job.needs),
+        "begins": begins(each.job.keys),
+        "steps": steps,
+    }
