@@ -110,7 +110,8 @@ def main(words: list[str] | None = None) -> int:
     except (WorkflowError, InputError, ExpressionError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the same as Ctrl-C
+    for number in (signal.SIGINT, signal.SIGTERM):  # also where whoever started us ignores Ctrl-C
+        signal.signal(number, signal.default_int_handler)
     result = run.run()
     if given.result:
         write_result(given.result, result)
