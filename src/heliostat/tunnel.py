@@ -62,12 +62,20 @@ class DashboardProxy:
     Both are asked anew, in a thread, for each connection: a tunnel may move and a token may change. When one
     raises, the browser gets a page that tries again, without its words, which could hold a secret.
     `port` 0 takes a free one. `url` holds the key: show it to the person, keep it out of logs.
+    `proxied`: a web proxy stands before us and logs people in. It gives us a name and a path of its own, and one link to
+    every browser of that person: so any name will do, and the key works more than once.
     """
 
     def __init__(
-        self, target: Callable[[], tuple[str, int]], token: Callable[[], str], port: int = 0
+        self,
+        target: Callable[[], tuple[str, int]],
+        token: Callable[[], str],
+        port: int = 0,
+        *,
+        proxied: bool = False,
     ) -> None:
         self.port = port
+        self._proxied = proxied
         self._target = target
         self._token = token
         self._key = secrets.token_urlsafe(32)
@@ -145,28 +153,32 @@ class DashboardProxy:
         """None: it may pass. Otherwise the answer. Never waits, so a key cannot be used twice at once."""
         hosts = (f"127.0.0.1:{self.port}", f"localhost:{self.port}")
         asked = head.values("host")
-        if len(asked) != 1 or asked[0].lower() not in hosts:  # a rebound DNS name, for one
+        if not self._proxied and (
+            len(asked) != 1 or asked[0].lower() not in hosts
+        ):  # a rebound DNS name, for one
             return _answer("403 Forbidden", "This is not the address that `heliostat dashboard` printed.\n")
         # A page on another port of 127.0.0.1 is "the same site": its requests carry our cookie.
         foreign = any(site not in ("same-origin", "none") for site in head.values("sec-fetch-site"))
-        foreign |= any(origin.removeprefix("http://") not in hosts for origin in head.values("origin"))
+        if not self._proxied:
+            foreign |= any(origin.removeprefix("http://") not in hosts for origin in head.values("origin"))
         session = f"{_COOKIE_PREFIX}{self.port}={self._session}"
         known = any(hmac.compare_digest(c.encode(), session.encode()) for c in head.words("cookie", ";"))
         method, target, _ = head.line.split(" ")
         path, _, query = target.partition("?")
         keys = parse_qs(query).get("key") if (method, path) == ("GET", "/") else None
         if keys and known:
-            return _answer("303 See Other", "", "Location: /")
+            return _answer("303 See Other", "", "Location: ./")
         if keys and hmac.compare_digest(keys[0].encode(), self._key.encode()):
             if self._key_used:
                 text = "This URL was used already: start `heliostat dashboard` again for a new one.\n"
                 return _answer("403 Forbidden", text)
-            self._key_used = True
-            cookie = f"Set-Cookie: {session}; Path=/; HttpOnly; SameSite=Strict"
-            return _answer("303 See Other", "", "Location: /", cookie)
+            self._key_used = not self._proxied
+            # no Path, and no absolute Location: both are then below the path that a proxy before us has given us
+            cookie = f"Set-Cookie: {session}; HttpOnly; SameSite=Strict"
+            return _answer("303 See Other", "", "Location: ./", cookie)
         if foreign and (method, target) == ("GET", "/"):
             # Sent here by a file or another page, a browser holds a Strict cookie back; by our page, not.
-            return _answer("200 OK", redirect_page("/"), kind="text/html")
+            return _answer("200 OK", redirect_page("./"), kind="text/html")
         if foreign or not known:
             return _answer("403 Forbidden", "Open the URL that `heliostat dashboard` printed.\n")
         return None

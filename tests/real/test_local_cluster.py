@@ -486,7 +486,7 @@ def test_the_dashboard_door_lets_in_one_browser(pair: Pair, spawn_cli) -> None:
     assert re.fullmatch(r"http://127\.0\.0\.1:\d+/\?key=[\w-]+", url)
     assert get(root)[0] == get(root + "api/version")[0] == 403
     code, headers, _ = get(url)
-    assert (code, headers["Location"]) == (303, "/")
+    assert (code, headers["Location"]) == (303, "./")
     cookie = headers["Set-Cookie"].partition(";")[0]
     assert get(url)[0] == 403  # once
     code, _, page = get(root, cookie)

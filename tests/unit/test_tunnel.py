@@ -95,11 +95,13 @@ def upstream() -> Iterator[Upstream]:
 class Site:
     """A proxy with a target that can move and a token in a file."""
 
-    def __init__(self, port: int, token_file: Path) -> None:
+    def __init__(self, port: int, token_file: Path, **options: bool) -> None:
         self.upstream_port = port
         self.token_file = token_file
         token_file.write_text(TOKEN + "\n")
-        self.proxy = DashboardProxy(lambda: ("127.0.0.1", self.upstream_port), token_file.read_text)
+        self.proxy = DashboardProxy(
+            lambda: ("127.0.0.1", self.upstream_port), token_file.read_text, **options
+        )
         self.proxy.start()
         self.host = f"127.0.0.1:{self.proxy.port}"
         self.cookie = ""
@@ -164,11 +166,12 @@ def test_the_url_gets_a_browser_in(site: Site, upstream: Upstream) -> None:
     assert site.proxy.url.startswith(f"http://127.0.0.1:{site.proxy.port}/?key=")
     status, head, _ = site.ask(site.key_target)
     assert status == 303
-    assert "\r\nLocation: /\r\n" in head
+    assert "\r\nLocation: ./\r\n" in head
     cookie = re.search(r"Set-Cookie: (.*)\r\n", head)
     assert cookie is not None
     assert cookie[1].startswith(f"heliostat-session-{site.proxy.port}=")
-    assert {"HttpOnly", "SameSite=Strict", "Path=/"} <= set(cookie[1].split("; "))
+    # no Path: a browser then keeps it to where the URL was, which is `/` here, and a proxy's own path behind one
+    assert set(cookie[1].split("; ")[1:]) == {"HttpOnly", "SameSite=Strict"}
     assert not upstream.heads
 
     site.cookie = cookie[1].split(";")[0]
@@ -184,7 +187,7 @@ def test_the_key_works_once(site: Site, upstream: Upstream) -> None:
     assert "Set-Cookie" not in head
     status, head, _ = site.ask(site.key_target)  # a reload, or a second tab, of the same browser
     assert status == 303
-    assert "\r\nLocation: /\r\n" in head
+    assert "\r\nLocation: ./\r\n" in head
     assert "Set-Cookie" not in head
     assert not upstream.heads
 
@@ -293,11 +296,27 @@ def test_a_browser_sent_by_a_file_gets_in(site: Site, upstream: Upstream) -> Non
     assert (status, "Set-Cookie" in head) == (303, True)
     status, head, body = site.ask("/", "Sec-Fetch-Site: cross-site", "Sec-Fetch-Mode: navigate", cookie=False)
     assert status == 200
-    assert 'http-equiv="refresh" content="0;url=/"' in body
+    assert 'http-equiv="refresh" content="0;url=./"' in body
     assert "X-Frame-Options: DENY" in head
     assert "Set-Cookie" not in head
     assert site.ask("/", "Sec-Fetch-Site: same-origin", cookie=False)[0] == 403  # no cookie at all: no loop
     assert not upstream.heads
+
+
+def test_behind_a_proxy_that_logs_people_in(upstream: Upstream, tmp_path: Path) -> None:
+    """Its name, not ours; several browsers of the person with one link. Without the key still nobody."""
+    site = Site(upstream.port, tmp_path / "token", proxied=True)
+    theirs = ("Host: platform.example", "Origin: https://platform.example", "Sec-Fetch-Site: same-origin")
+    try:
+        assert site.ask("/", *theirs)[0] == 403
+        for _ in range(2):
+            site.cookie = ""  # another browser
+            site.log_in()
+            assert site.ask("/api/jobs/", *theirs, method="POST")[0] == 200
+        assert site.ask("/api/jobs/", *theirs, cookie=False)[0] == 403
+        assert site.ask("/api/jobs/", "Sec-Fetch-Site: cross-site", method="POST")[0] == 403
+    finally:
+        site.proxy.close()
 
 
 # --- what reaches the other side ------------------------------------------------------------------------------

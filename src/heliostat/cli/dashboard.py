@@ -18,9 +18,14 @@ from heliostat.tunnel import DashboardProxy, redirect_page
 @click.argument("cluster", type=CLUSTER)
 @click.option("--open", "in_browser", is_flag=True, help="open it in the browser")
 @click.option("--port", type=click.IntRange(0, 65535), default=0, help="local port [a free one]")
+@click.option(
+    "--proxied",
+    is_flag=True,
+    help="a web proxy that logs people in stands before it: for all of their browsers",
+)
 @common
 @click.pass_obj
-def command(out: Output, /, cluster: str, in_browser: bool, port: int) -> None:
+def command(out: Output, /, cluster: str, in_browser: bool, port: int, proxied: bool) -> None:
     """Opens a way to the Ray dashboard and prints the local URL, which lets in the first browser that uses it.
 
     Reconnects by itself; ends with Ctrl-C."""
@@ -28,12 +33,12 @@ def command(out: Output, /, cluster: str, in_browser: bool, port: int) -> None:
     folder = life.find(cluster).folder
     target, token = dashboard_target(life, cluster)
     target()  # a cluster that is not up is told now, not in the browser
-    proxy = DashboardProxy(target, token, port=port)
+    proxy = DashboardProxy(target, token, port=port, proxied=proxied)
     proxy.start()
     page = folder.path / "dashboard.html"
     try:
         out.document({"cluster": cluster, "url": proxy.url}) if out.json else out.data(proxy.url)
-        out.say("for one browser; Ctrl-C ends it")
+        out.say(f"for {'whoever the proxy lets in' if proxied else 'one browser'}; Ctrl-C ends it")
         if in_browser:
             import webbrowser
 
