@@ -21,6 +21,8 @@ pytestmark = [pytest.mark.needs_ray, pytest.mark.needs_torch, pytest.mark.needs_
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NAME = "examples"
 NODES = ["head", "w1", "w2"]
+# Ray prints one of several lines that look alike, and Tune writes its state down every ten seconds, unless told so
+CLEARLY = ["env", "RAY_DEDUP_LOGS=0", "TUNE_GLOBAL_CHECKPOINT_S=1", "python"]
 
 
 @pytest.fixture(scope="module")
@@ -84,9 +86,8 @@ class Watched:
 
 @pytest.fixture
 def watch(cluster: Path, spawn_cli: Callable[..., subprocess.Popen[str]]) -> Callable[..., Watched]:
-    def start(environment: str, name: str, *words: object) -> Watched:
-        # such variables are for the script alone; the cluster's jobs do not have those of our shell
-        command = ["env", environment, "python", str(EXAMPLES / name), *map(str, words)]
+    def start(name: str, *words: object) -> Watched:
+        command = [*CLEARLY, str(EXAMPLES / name), *map(str, words)]
         options = {"cwd": cluster, "stderr": subprocess.STDOUT}
         return Watched(spawn_cli("run", "--cluster", NAME, "--", *command, **options))
 
@@ -157,9 +158,9 @@ def begun(said: str) -> list[tuple[int, str, int, int]]:
 
 
 def test_training_survives_a_killed_worker_and_a_drained_node(watch: Callable[..., Watched]) -> None:
-    epochs = 24
-    words = ["--epochs", epochs, "--pause", "1", "--name", "survivor", "--placement", "STRICT_SPREAD"]
-    training = watch("RAY_DEDUP_LOGS=0", "train_torch.py", *words)
+    epochs = 16  # the drain takes 20 s, and then some must be left
+    words = ["--epochs", epochs, "--pause", "2", "--name", "survivor", "--placement", "STRICT_SPREAD"]
+    training = watch("train_torch.py", *words)
 
     training.wait_for("the second epoch", lambda said: re.search(r"worker 1/2 .*: epoch 1,", said))
     first = begun(training.said)
@@ -202,7 +203,7 @@ def trials(folder: Path) -> dict[str, str]:
 
 def test_a_sweep_goes_on_after_an_interruption(cluster: Path, watch: Callable[..., Watched]) -> None:
     words = ["--trials", 8, "--steps", 6]
-    sweep = watch("TUNE_GLOBAL_CHECKPOINT_S=1", "tune_sweep.py", *words, "--pause", "0.7")
+    sweep = watch("tune_sweep.py", *words, "--pause", "0.7")
     folder = cluster / "results" / "sweep"
 
     def some_have_ended(_: str) -> bool:
@@ -213,18 +214,20 @@ def test_a_sweep_goes_on_after_an_interruption(cluster: Path, watch: Callable[..
     assert sweep.end() == 130, sweep.said[-8000:]
     ended = {trial for trial, status in trials(folder).items() if status == "TERMINATED"}
 
-    heliostat(
-        "run", "--cluster", NAME, EXAMPLES / "tune_sweep.py", *words, cwd=cluster, code=1
-    )  # not over the old one
-    said = heliostat(
-        "run", "--cluster", NAME, EXAMPLES / "tune_sweep.py", *words, "--resume", cwd=cluster
-    ).stdout
+    # the same words again do not begin anew over what is there
+    done = heliostat("run", "--cluster", NAME, EXAMPLES / "tune_sweep.py", *words, cwd=cluster, code=1)
+    assert "go on with --resume" in done.stdout + done.stderr
+    resumed = watch("tune_sweep.py", *words, "--resume")
+    assert resumed.end() == 0, resumed.said[-8000:]
+    said = resumed.said
     again = dict(re.findall(r"trial (\w+) begins with step (\d+)", said))
     assert ended and not ended & again.keys(), (ended, again)
     steps = result(said)["steps"]
     assert len(steps) == 8 and set(again) <= set(steps)
     assert min(steps.values()) < 6 <= max(steps.values()), "some are stopped early, the best is not"
-    assert any(int(step) > 1 for step in again.values()), "what was cut off goes on from its checkpoint"
+    assert any(int(step) > 1 for step in again.values()), (
+        f"what was cut off goes on from its checkpoint: {again}"
+    )
     assert result(said)["best"]["loss"] < 0.2
 
 
