@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from math import floor
 from statistics import fmean
 
 from heliostat.sizing import Shape, show
@@ -87,11 +88,32 @@ class Actors:
 
 @dataclass(frozen=True)
 class Group:
-    """A placement group that waits."""
+    """A placement group that waits. `infeasible`: Ray's own word; of PACK and SPREAD it never says it."""
 
     bundles: Sequence[Shape]
     infeasible: bool
     job: str
+
+    def fits(self, nodes: Sequence[Node]) -> bool:
+        """False: these nodes could not hold it were they empty. True may be wrong for bundles of several shapes."""
+        if self.infeasible:
+            return False
+
+        def slots(node: Node, shape: Shape) -> int:
+            return min(
+                (floor(node.total(name) / value) for name, value in shape.items() if value),
+                default=len(self.bundles),
+            )
+
+        def as_large(shape: Shape) -> int:
+            return sum(all(b.get(name, 0.0) >= value for name, value in shape.items()) for b in self.bundles)
+
+        wanted: dict[str, float] = {}
+        for name, value in (item for bundle in self.bundles for item in bundle.items()):
+            wanted[name] = wanted.get(name, 0.0) + value
+        return all(
+            amount <= sum(node.total(name) for node in nodes) for name, amount in wanted.items()
+        ) and all(as_large(shape) <= sum(slots(node, shape) for node in nodes) for shape in self.bundles)
 
 
 @dataclass(frozen=True)
@@ -195,7 +217,7 @@ def never(figures: Figures) -> Iterator[Advice]:
             _ask_for_less(figures.cluster, demand.shape),
         )
     for group in figures.groups:
-        if group.infeasible:
+        if not group.fits(nodes):
             yield Advice(
                 "infeasible",
                 f"a placement group of job {group.job} asks for {_bundles(group.bundles)}, which these nodes could not hold were they empty",
@@ -233,7 +255,7 @@ def starved(figures: Figures) -> Iterator[Advice]:
                 f"more nodes would run more of them at once: heliostat scale {figures.cluster} N",
             )
     for group in figures.groups:
-        if not group.infeasible:
+        if group.fits(figures.last.nodes):
             yield Advice(
                 "starved",
                 f"a placement group of job {group.job} waits for {_bundles(group.bundles)}",

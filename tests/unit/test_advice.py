@@ -107,6 +107,27 @@ def test_a_group_that_can_never_be() -> None:
     assert advice.saw == "2 nodes: head CPU 0/2, w1 CPU 0/2"
 
 
+@pytest.mark.parametrize(
+    ("bundles", "fits"),
+    [
+        ([{"CPU": 1.0}] * 4, True),
+        ([{"CPU": 1.0}] * 5, False),  # more than there is in all
+        ([{"CPU": 1.5}] * 2, True),
+        ([{"CPU": 1.2}] * 3, False),  # there is enough in all, and not on the nodes
+        ([{"CPU": 1.5}, {"CPU": 1.2}, {"CPU": 1.2}], False),
+        ([{"CPU": 3.0}], False),
+        ([{"CPU": 1.0}, {"GPU": 1.0}], True),
+        ([{"CPU": 1.0}, {"GPU": 1.0}, {"GPU": 0.5}], False),
+        ([{"special": 1.0}], False),
+        ([{"CPU": 0.0}], True),
+    ],
+)
+def test_what_ray_does_not_call_infeasible(bundles: list[dict[str, float]], fits: bool) -> None:
+    """Of a group that is packed or spread Ray says NO_RESOURCES, whether they are taken or do not exist."""
+    seen = figures(node("head"), node("w1", gpu=0.0), groups=[Group(bundles, False, "lab-1")])
+    assert only(seen).kind == ("starved" if fits else "infeasible")
+
+
 def test_runners_that_wait_for_cpus() -> None:
     """7 env runners of one CPU on 4 CPUs, and 5 tasks behind them."""
     shape = {"CPU": 1.0}
