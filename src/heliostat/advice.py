@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from math import floor
 from statistics import fmean
 
 from heliostat.sizing import Shape, show
@@ -87,11 +88,32 @@ class Actors:
 
 @dataclass(frozen=True)
 class Group:
-    """A placement group that waits."""
+    """A placement group that waits. `infeasible`: Ray's own word; of PACK and SPREAD it never says it."""
 
     bundles: Sequence[Shape]
     infeasible: bool
     job: str
+
+    def fits(self, nodes: Sequence[Node]) -> bool:
+        """False: these nodes could not hold it were they empty. True may be wrong for bundles of several shapes."""
+        if self.infeasible:
+            return False
+
+        def slots(node: Node, shape: Shape) -> int:
+            return min(
+                (floor(node.total(name) / value) for name, value in shape.items() if value),
+                default=len(self.bundles),
+            )
+
+        def as_large(shape: Shape) -> int:
+            return sum(all(b.get(name, 0.0) >= value for name, value in shape.items()) for b in self.bundles)
+
+        wanted: dict[str, float] = {}
+        for name, value in (item for bundle in self.bundles for item in bundle.items()):
+            wanted[name] = wanted.get(name, 0.0) + value
+        return all(
+            amount <= sum(node.total(name) for node in nodes) for name, amount in wanted.items()
+        ) and all(as_large(shape) <= sum(slots(node, shape) for node in nodes) for shape in self.bundles)
 
 
 @dataclass(frozen=True)
@@ -125,7 +147,7 @@ class Figures:
         parts = [f"{self.taken(name):g} of {self.total(name):g} {name} taken" for name in shape]
         holders = sorted(
             (
-                (actors.alive * max(actors.shape.get(name, 0.0) for name in shape), actors)
+                (actors.alive * max((actors.shape.get(name, 0.0) for name in shape), default=0.0), actors)
                 for actors in self.actors
             ),
             key=lambda holder: -holder[0],
@@ -174,8 +196,10 @@ def summary(figures: Figures) -> str:
 
 def never(figures: Figures) -> Iterator[Advice]:
     """Tasks and actors that no node could take, were it empty."""
-    nodes = figures.last.nodes
-    for demand in figures.last.demands:
+    nodes, told = figures.last.nodes, {key(demand.shape) for demand in figures.last.demands}
+    # where no autoscaler's status is to be had (KubeRay without one), actors are known all the same
+    untold = [Demand(a.shape, a.waiting) for a in figures.actors if a.waiting and key(a.shape) not in told]
+    for demand in [*figures.last.demands, *untold]:
         if demand.grouped == demand.count or any(node.could_take(demand.shape) for node in nodes):
             continue
         most = {name: max((node.total(name) for node in nodes), default=0.0) for name in demand.shape}
@@ -195,7 +219,7 @@ def never(figures: Figures) -> Iterator[Advice]:
             _ask_for_less(figures.cluster, demand.shape),
         )
     for group in figures.groups:
-        if group.infeasible:
+        if not group.fits(nodes):
             yield Advice(
                 "infeasible",
                 f"a placement group of job {group.job} asks for {_bundles(group.bundles)}, which these nodes could not hold were they empty",
@@ -233,7 +257,7 @@ def starved(figures: Figures) -> Iterator[Advice]:
                 f"more nodes would run more of them at once: heliostat scale {figures.cluster} N",
             )
     for group in figures.groups:
-        if not group.infeasible:
+        if group.fits(figures.last.nodes):
             yield Advice(
                 "starved",
                 f"a placement group of job {group.job} waits for {_bundles(group.bundles)}",
@@ -248,27 +272,28 @@ def _stuck(figures: Figures, demand: Demand) -> Advice | None:
     """What waits for no other work: for room that a placement group holds, or for something that is no room."""
     nodes, asks = figures.last.nodes, f"{_number(demand)} {show(demand.shape)}"
     held = {name: amount for name in demand.shape if (amount := sum(n.held.get(name, 0.0) for n in nodes))}
-    if demand.grouped:
+    if demand.grouped == demand.count:
+        room = all(value <= held.get(name, 0.0) for name, value in demand.shape.items())
         return Advice(
-            "deadlock",
+            "deadlock" if room else "waiting",
             f"{asks} inside a placement group, and no bundle has that room",
             f"idle in groups: {show(held)}",
-            "what runs in a group must fit into one of its bundles beside what is there; what is free elsewhere does not count",
-            "larger bundles, or fewer tasks and actors in each",
+            "what runs in a group must fit into one of its bundles, beside what is there"
+            + ("" if room else "; if what is there waits for these, both wait for ever"),
+            "larger bundles (a CPU more for what is started from inside), or fewer tasks and actors in each",
         )
-    if any(node.has_room(demand.shape) for reading in figures.readings for node in reading.nodes):
-        always = all(any(n.has_room(demand.shape) for n in reading.nodes) for reading in figures.readings)
-        return (
-            Advice(
-                "stuck",
-                f"{asks}, and wait though a node has it free",
-                figures.use_of(demand.shape),
-                "they wait for one certain node (affinity, labels), or for their environment (pip, working_dir) to be made",
-                f"heliostat logs {figures.cluster} NODE shows runtime_env_setup logs; is the node that they name alive? heliostat status {figures.cluster}",
-            )
-            if always
-            else None
+    rooms = [any(node.has_room(demand.shape) for node in reading.nodes) for reading in figures.readings]
+    if all(rooms):
+        return Advice(
+            "stuck",
+            f"{asks}, and wait{'s' if demand.count == 1 else ''} though a node has it free",
+            figures.use_of(demand.shape),
+            "for one certain node (affinity, labels), or for an environment (pip, working_dir) that is being made",
+            f"is the node that is named alive? heliostat status {figures.cluster}; the runtime_env_setup logs: heliostat logs "
+            f"{figures.cluster} NODE",
         )
+    if any(rooms):
+        return None  # the queue moves
     if any(node.has_room(demand.shape, held=True) for node in nodes):
         return Advice(
             "deadlock",

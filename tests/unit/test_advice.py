@@ -89,6 +89,13 @@ def test_what_no_node_has_any_of_and_who_asks_for_it() -> None:
     assert advice.saw == "no node has any special; it is `A` of job lab-1"
 
 
+def test_actors_that_no_status_tells_of() -> None:
+    never = Actors("Big", {"CPU": 16.0}, "lab-1", 0, 1)
+    coming = Actors("Small", {"CPU": 1.0}, "lab-1", 0, 1)
+    advice = only(figures(node("head"), actors=[never, coming]))
+    assert advice.kind == "infeasible" and advice.saw.endswith("it is `Big` of job lab-1")
+
+
 def test_what_is_there_but_not_on_one_node() -> None:
     big = node("big", resources={"CPU": [0.0, 16.0]})
     advice = only(figures(big, node("w1", gpu=0.0), demands=(Demand({"CPU": 8.0, "GPU": 1.0}, 1),)))
@@ -105,6 +112,27 @@ def test_a_group_that_can_never_be() -> None:
     advice = only(figures(node("head"), node("w1"), groups=[group]))
     assert advice.kind == "infeasible" and "3 × 2 CPU" in advice.what
     assert advice.saw == "2 nodes: head CPU 0/2, w1 CPU 0/2"
+
+
+@pytest.mark.parametrize(
+    ("bundles", "fits"),
+    [
+        ([{"CPU": 1.0}] * 4, True),
+        ([{"CPU": 1.0}] * 5, False),  # more than there is in all
+        ([{"CPU": 1.5}] * 2, True),
+        ([{"CPU": 1.2}] * 3, False),  # there is enough in all, and not on the nodes
+        ([{"CPU": 1.5}, {"CPU": 1.2}, {"CPU": 1.2}], False),
+        ([{"CPU": 3.0}], False),
+        ([{"CPU": 1.0}, {"GPU": 1.0}], True),
+        ([{"CPU": 1.0}, {"GPU": 1.0}, {"GPU": 0.5}], False),
+        ([{"special": 1.0}], False),
+        ([{"CPU": 0.0}], True),
+    ],
+)
+def test_what_ray_does_not_call_infeasible(bundles: list[dict[str, float]], fits: bool) -> None:
+    """Of a group that is packed or spread Ray says NO_RESOURCES, whether they are taken or do not exist."""
+    seen = figures(node("head"), node("w1", gpu=0.0), groups=[Group(bundles, False, "lab-1")])
+    assert only(seen).kind == ("starved" if fits else "infeasible")
 
 
 def test_runners_that_wait_for_cpus() -> None:
@@ -143,8 +171,13 @@ def test_a_group_that_holds_what_its_own_program_waits_for() -> None:
 
 
 def test_a_task_that_does_not_fit_into_its_group() -> None:
-    advice = only(figures(node("head", 1.0, held={"CPU": 1.0}), demands=(Demand({"CPU": 2.0}, 1, 1),)))
+    inside = (Demand({"CPU": 1.0}, 1, 1),)
+    idle = [node(name, 1.5, held={"CPU": 0.5}) for name in ("head", "w1")]  # a CPU in all, in two bundles
+    advice = only(figures(*idle, demands=inside))
     assert advice.kind == "deadlock" and "inside a placement group" in advice.what
+    # its bundle is in use: a queue, or an actor that waits for its own child
+    advice = only(figures(node("head", 2.0), demands=inside))
+    assert advice.kind == "waiting" and "both wait for ever" in advice.means
 
 
 def test_waiting_beside_free_room_is_waiting_for_something_else() -> None:

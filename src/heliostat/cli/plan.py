@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from heliostat.api import Cluster
 
 
-@click.group()
+@click.group(subcommand_metavar="rllib|train [CLUSTER]")
 @common
 def command() -> None:
     """Prints the lines to paste into a program, so that it asks for what this cluster can give and no more."""
@@ -40,12 +40,23 @@ def rllib(out: Output, /, cluster: str | None, strategy: str) -> None:
 
 @command.command()
 @click.argument("cluster", type=CLUSTER, required=False)
-@click.option("--cpus-per-worker", type=click.IntRange(min=0), help="[what the nodes have for each]")
-@click.option("--gpus-per-worker", type=click.FloatRange(min=0), help="[1 where there are GPUs]")
+@click.option(
+    "--cpus-per-worker",
+    metavar="N",
+    type=click.IntRange(min=0),
+    help="CPUs of a worker [what its node has for it]",
+)
+@click.option(
+    "--gpus-per-worker",
+    metavar="N",
+    type=click.FloatRange(min=0),
+    help="GPUs of a worker, or a share of one [1 where there are GPUs]",
+)
 @click.option(
     "--placement",
     type=click.Choice(sizing.PLACEMENTS, case_sensitive=False),
     default="PACK",
+    metavar="|".join(sizing.PLACEMENTS),
     show_default=True,
     help="few nodes, all nodes, or one worker a node",
 )
