@@ -67,6 +67,8 @@ class Own:
         """What any Ray program on this node needs to be let in. The token is our own copy, beside the sockets: it works
         when the record's folder is slow, or its token file was removed."""
         env = {processes.MARK: self.config["mark"], "HELIOSTAT_CLUSTER": self.config["cluster"]}
+        # of Python, Ray asks all three numbers to be the same unless told; machines of a lab often differ in the third
+        env["RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL"] = "minor"
         # `python` means the Python that has this Ray, whatever shell we were started from
         env["PATH"] = os.pathsep.join([os.path.dirname(self.python), os.environ.get("PATH", os.defpath)])
         if self.config["auth"] == "token":

@@ -54,16 +54,18 @@ def command(
     done, failed = [], []
     for name in names:
         try:
-            before = life.store.find(name) is not None
+            found = life.store.find(name)
+            before = len(found.record().nodes) if found else 0  # what has joined is forgotten when it ends
             if keep:
                 done.append({"name": life.put_away(name).record.name, "kept": True})
                 out.say(f"`{name}` is put away; heliostat up brings it back")
                 continue
             record = life.down(name, now=now).record
-            done.append({"name": record.name, "nodes": len(record.nodes), "was_up": before})
+            nodes = max(before, len(record.nodes))
+            done.append({"name": record.name, "nodes": nodes, "was_up": found is not None})
             out.say(
-                f"`{record.name}` is down: {count(len(record.nodes), 'node')} ended"
-                if before
+                f"`{record.name}` is down: {count(nodes, 'node')} ended"
+                if found
                 else f"`{record.name}` had ended already"
             )
         except HeliostatError as error:
