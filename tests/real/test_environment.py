@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+import lean
+
 pytestmark = [pytest.mark.needs_ray, pytest.mark.needs_linux]
 
 STANDINS = Path(__file__).parents[1] / "standins"
@@ -98,7 +100,7 @@ def test_a_cluster_from_a_copy(cli: Callable[..., Any], work: Path, home: Path) 
     if sys.prefix == sys.base_prefix:
         pytest.skip("these tests do not run in a virtual environment")
     file = work / "c.yaml"
-    file.write_text(json.dumps({"nodes": 2, "environment": {"venv": sys.prefix, "stage": "local"}}))
+    file.write_text(json.dumps({"nodes": 2, "environment": {"venv": lean.prefix(), "stage": "local"}}))
     first = cli("run", "-f", str(file), *ASK, "script.py", cwd=work)
     found = said(first)
     assert "packing" in first.err

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import lean
 from lab import NET, ROOT, USER, Done, Lab, wait_for
 from real.onlab import END, HELLO, SLOW, nothing_on_hosts, ok
 
@@ -165,7 +166,7 @@ def test_a_staged_environment(lab: Lab, cast: bool) -> None:
     """Each host imports Ray from its own disk; the archive comes by sbcast, or is read from the shared home. That no host
     keeps a copy, `nothing_left` sees."""
     lab.put("staged.py", STAGED)
-    table = {"venv": sys.prefix, "stage": "local", "setup": ["export PATH=~/bin:$PATH"]}
+    table = {"venv": lean.prefix(), "stage": "local", "setup": ["export PATH=~/bin:$PATH"]}
     lab.put("staged.yaml", json.dumps({"on": "slurm", "nodes": 2, "environment": table}))
     log = lab.put("sbcast.log", "")
     lab.put("bin/sbcast", WATCH if cast else "#!/bin/sh\nexit 1\n").chmod(0o755)
@@ -183,7 +184,7 @@ def test_a_staged_environment(lab: Lab, cast: bool) -> None:
 @pytest.mark.parametrize("moment", ["broadcast", "unpack"])
 def test_a_staged_cluster_that_is_ended_while_it_copies(lab: Lab, moment: str) -> None:
     """What came to the other hosts goes, also where their agents were never started. Half an archive is no archive."""
-    table = {"venv": sys.prefix, "stage": "local", "setup": ["export PATH=~/bin:$PATH"]}
+    table = {"venv": lean.prefix(), "stage": "local", "setup": ["export PATH=~/bin:$PATH"]}
     lab.put("staged.yaml", json.dumps({"on": "slurm", "nodes": 2, "environment": table}))
     marks = {"broadcast": ("sbcast", '/usr/bin/sbcast "$@"'), "unpack": ("tar", "true")}
     name, first = marks[moment]
