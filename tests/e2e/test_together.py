@@ -28,9 +28,10 @@ SMALL = ["--cpus-per-node", "1", "--object-store", "100M"]
 WHO = [
     "python",
     "-c",
-    "import json, os, ray; ray.init(logging_level='error', log_to_driver=False); "
-    "print(json.dumps([os.environ['HELIOSTAT_CLUSTER'], os.getuid(), "
-    "ray.get(ray.remote(lambda: os.getuid()).remote()), len(ray.nodes())]))",
+    "import json, os, ray, ray.util.state as state; ray.init(logging_level='error', log_to_driver=False); "
+    # in a worker Ray's state API must find its own cluster, too, among several on the host
+    "there = ray.get(ray.remote(lambda: (os.getuid(), len(state.list_nodes()))).remote()); "
+    "print(json.dumps([os.environ['HELIOSTAT_CLUSTER'], os.getuid(), *there]))",
 ]
 
 

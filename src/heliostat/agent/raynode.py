@@ -85,12 +85,14 @@ class RayNode:
         self.first: List[str] = []  # what fell before anything else did
         self.ended = asyncio.Event()  # set when the raylet or `ray start` is gone
 
-    def environment(self) -> Dict[str, str]:
+    def environment(self, gcs: str) -> Dict[str, str]:
         """Of `ray start`, and so of every worker."""
         env = {key: value for key, value in os.environ.items() if key not in FOREIGN}
         env.update(self.config.get("env") or {})
         env.update(self.runtime.client_environment())
         env.update(
+            # Ray's own state API asks for it in a worker, too, and takes any Ray of the host without it
+            RAY_ADDRESS=gcs,
             AUTOSCALER_METRIC_PORT=str(self.block.ports["autoscaler_metrics"]),
             DASHBOARD_METRIC_PORT=str(self.block.ports["dashboard_metrics"]),
             RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=str(self.config.get("drain_s", 20)),
@@ -145,7 +147,8 @@ class RayNode:
     async def start(self, head: Optional[Dict[str, Any]]) -> None:
         names = ON_EVERY_NODE + (ON_A_HEAD if head is None else ())
         self.services = {self.block.ports[name]: name for name in names}
-        argv, env = self.runtime.wrap(self.command(head), self.environment())
+        gcs = join(head["ip"], head["gcs"]) if head else join(self.ip, self.block.ports["gcs"])
+        argv, env = self.runtime.wrap(self.command(head), self.environment(gcs))
         with open(self.log, "ab") as out:
             self.process = await asyncio.create_subprocess_exec(
                 *argv,
