@@ -118,7 +118,9 @@ class Lab:
         ours = {key: os.environ[key] for key in ("HS_TEST_RUN", "PYTHONPATH") if key in os.environ}
         return [f"{key}={value}" for key, value in {**ours, **(env or {})}.items()]
 
-    def start(self, *words: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
+    def start(
+        self, *words: str, env: dict[str, str] | None = None, stderr: int = subprocess.PIPE
+    ) -> subprocess.Popen[str]:
         """A heliostat that goes on in the background."""
         command = [
             str(SCRIPT),
@@ -134,7 +136,7 @@ class Lab:
         ]
         return subprocess.Popen(
             [*command, sys.executable, "-m", "heliostat", *words],
-            env=self.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+            env=self.env, stdout=subprocess.PIPE, stderr=stderr, text=True, start_new_session=True,
         )  # fmt: skip
 
     def root(self, host: str, *argv: str, timeout: float = 60) -> Done:

@@ -1,11 +1,9 @@
-"""The examples, as a person runs them: each through `heliostat run` on one cluster of three nodes, and its result is right."""
+"""The examples, as a person runs them: each through `heliostat run` on one cluster, three hosts of a real Slurm; its result is right."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
@@ -14,37 +12,36 @@ from typing import Any
 
 import pytest
 
-from shared import PATIENCE_S, heliostat, nothing_left, private_home, until
+from lab import Done, Lab, wait_for
+from real.onlab import nothing_on_hosts, ok, pids
 
-pytestmark = [pytest.mark.needs_ray, pytest.mark.needs_torch, pytest.mark.needs_linux]
+pytestmark = [pytest.mark.needs_slurm, pytest.mark.needs_ray, pytest.mark.needs_torch]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NAME = "examples"
 NODES = ["head", "w1", "w2"]
+PATIENCE_S = 240.0
 # Ray prints one of several lines that look alike, and Tune writes its state down every ten seconds, unless told so
 CLEARLY = ["env", "RAY_DEDUP_LOGS=0", "TUNE_GLOBAL_CHECKPOINT_S=1", "python"]
 
 
 @pytest.fixture(scope="module")
-def home() -> Iterator[Path]:
-    with private_home() as path:
-        yield path
+def cluster() -> Iterator[Lab]:
+    """Three hosts, each with its own network, processes and /tmp; the home, where results go, is shared."""
+    size = ["--nodes", "3", "--cpus-per-node", "2", "--object-store", "150M", "--time", "2:00:00"]
+    with Lab(3) as lab:
+        ok(lab.heliostat("up", "--on", "slurm", "--name", NAME, *size))
+        yield lab
+        ok(lab.heliostat("down", NAME))
+        wait_for("an empty queue", lambda: not lab.queue())
+        nothing_on_hosts(lab)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def no_leaks(home: Path) -> Iterator[None]:
-    with nothing_left(home):
-        yield
-
-
-@pytest.fixture(scope="module")
-def cluster(home: Path, no_leaks: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Three nodes. The folder in which the examples are run, and leave their results."""
-    heliostat("up", "--name", NAME, "--nodes", "3", "--cpus-per-node", "2", "--object-store", "150M")
-    try:
-        yield tmp_path_factory.mktemp("work")
-    finally:
-        heliostat("down", NAME)
+def says(cluster: Lab, name: str, *words: object, code: int = 0) -> Done:
+    """Runs an example in the person's home."""
+    done = cluster.heliostat("run", "--cluster", NAME, str(EXAMPLES / name), *map(str, words))
+    assert done.rc == code, f"rc {done.rc}\n{done.out[-8000:]}\n{done.err[-8000:]}"
+    return done
 
 
 def result(said: str) -> dict[str, Any]:
@@ -52,9 +49,9 @@ def result(said: str) -> dict[str, Any]:
     return dict(json.loads(line.removeprefix("result ")))
 
 
-def run(cluster: Path, name: str, *words: object) -> dict[str, Any]:
+def run(cluster: Lab, name: str, *words: object) -> dict[str, Any]:
     """What the example says in the end."""
-    return result(heliostat("run", "--cluster", NAME, EXAMPLES / name, *words, cwd=cluster).stdout)
+    return result(says(cluster, name, *words).out)
 
 
 class Watched:
@@ -70,13 +67,13 @@ class Watched:
         for line in self.process.stdout:
             self.said += line
 
-    def wait_for(self, what: str, look: Callable[[str], Any]) -> Any:
-        def found() -> Any:
-            answer = look(self.said)
-            assert answer or self.reader.is_alive(), f"ended before {what}\n{self.said[-8000:]}"
-            return answer
+    def until(self, what: str, look: Callable[[str], object]) -> None:
+        def found() -> bool:
+            there = bool(look(self.said))
+            assert there or self.reader.is_alive(), f"ended before {what}\n{self.said[-8000:]}"
+            return there
 
-        return until(found, f"{what}\n{self.said[-8000:]}")
+        wait_for(what, found, PATIENCE_S)
 
     def end(self) -> int:
         code = self.process.wait(PATIENCE_S)
@@ -84,37 +81,38 @@ class Watched:
         return code
 
 
-@pytest.fixture
-def watch(cluster: Path, spawn_cli: Callable[..., subprocess.Popen[str]]) -> Callable[..., Watched]:
-    def start(name: str, *words: object) -> Watched:
-        command = [*CLEARLY, str(EXAMPLES / name), *map(str, words)]
-        options = {"cwd": cluster, "stderr": subprocess.STDOUT}
-        return Watched(spawn_cli("run", "--cluster", NAME, "--", *command, **options))
-
-    return start
+def watch(cluster: Lab, name: str, *words: object) -> Watched:
+    command = [*CLEARLY, str(EXAMPLES / name), *map(str, words)]
+    return Watched(cluster.start("run", "--cluster", NAME, "--", *command, stderr=subprocess.STDOUT))
 
 
-def test_hello_names_every_node(cluster: Path) -> None:
-    said = heliostat("run", "--cluster", NAME, EXAMPLES / "hello_ray.py", cwd=cluster).stdout
+def host_of(cluster: Lab, node: str) -> str:
+    nodes = json.loads(ok(cluster.heliostat("status", NAME, "--json")).out)["nodes"]
+    return next("n" + n["ip"].rpartition(".")[2] for n in nodes if n["name"] == node)
+
+
+def test_hello_names_every_node(cluster: Lab) -> None:
+    said = says(cluster, "hello_ray.py").out
     assert [line.partition(":")[0] for line in said.splitlines() if "(host " in line] == NODES
+    assert sorted(re.findall(r"\(host (\w+)", said)) == ["n1", "n2", "n3"]
     assert said.endswith("hello from 3 nodes\n")
 
 
-def test_work_is_spread(cluster: Path) -> None:
+def test_work_is_spread(cluster: Lab) -> None:
     said = run(cluster, "distributed_compute.py", "--limit", 200_000)
     assert said["primes"] == 17984 and said["speedup"] > 0
     assert sorted(said["chunks"]) == NODES and sum(said["chunks"].values()) == 48
     assert all(said["chunks"].values()), said
 
 
-def test_without_a_gpu_each_node_works_on_its_cpu(cluster: Path) -> None:
+def test_without_a_gpu_each_node_works_on_its_cpu(cluster: Lab) -> None:
     said = run(cluster, "gpu_workload.py", "--size", 256)
     assert said["gpus"] == 0
     assert [(w["node"], w["device"]) for w in said["workers"]] == [(node, "CPU") for node in NODES]
     assert all(w["gflops"] > 0 and w["error"] < 1e-3 for w in said["workers"])
 
 
-def test_data(cluster: Path) -> None:
+def test_data(cluster: Lab) -> None:
     said = run(cluster, "data_pipeline.py", "--rows", 30_000)
     assert said["rows"] == 20_000
     assert said["sums"] == {"1": sum(range(1, 30_000, 3)), "2": sum(range(2, 30_000, 3))}
@@ -125,7 +123,7 @@ def test_data(cluster: Path) -> None:
     assert all(s == n * n for s, n in zip(table["square"].to_pylist(), table["id"].to_pylist(), strict=True))
 
 
-def test_serve(cluster: Path) -> None:
+def test_serve(cluster: Lab) -> None:
     said = run(cluster, "serve_model.py")
     assert said["handle"] == [2 * i + 1 for i in range(20)] and said["http"] == [3, 5, 7]
     assert 1 <= said["replicas"] <= 2
@@ -157,24 +155,25 @@ def begun(said: str) -> list[tuple[int, str, int, int]]:
     return [(int(rank), node, int(pid), int(first)) for rank, node, pid, first in found]
 
 
-def test_training_survives_a_killed_worker_and_a_drained_node(watch: Callable[..., Watched]) -> None:
+def test_training_survives_a_killed_worker_and_a_drained_node(cluster: Lab) -> None:
     epochs = 16  # the drain takes 20 s, and then some must be left
     words = ["--epochs", epochs, "--pause", "2", "--name", "survivor", "--placement", "STRICT_SPREAD"]
-    training = watch("train_torch.py", *words)
+    training = watch(cluster, "train_torch.py", *words)
 
-    training.wait_for("the second epoch", lambda said: re.search(r"worker 1/2 .*: epoch 1,", said))
+    training.until("the second epoch", lambda said: re.search(r"worker 1/2 .*: epoch 1,", said))
     first = begun(training.said)
     assert sorted((rank, epoch) for rank, _, _, epoch in first) == [(0, 0), (1, 0)]
     assert len({node for _, node, _, _ in first}) == 2
-    os.kill(next(pid for rank, _, pid, _ in first if rank == 1), signal.SIGKILL)
+    node, pid = next((node, pid) for rank, node, pid, _ in first if rank == 1)
+    ok(cluster.root(host_of(cluster, node), "kill", "-KILL", str(pid)))
 
-    training.wait_for("two new workers", lambda said: len(begun(said)) == 4)
+    training.until("two new workers", lambda said: len(begun(said)) == 4)
     second = begun(training.said)[2:]
     assert {epoch for _, _, _, epoch in second} <= set(range(1, epochs))
     assert not {pid for _, _, pid, _ in first} & {pid for _, _, pid, _ in second}
-    heliostat("restart", NAME, "--node", next(node for _, node, _, _ in second if node != "head"))
+    ok(cluster.heliostat("restart", NAME, "--node", next(node for _, node, _, _ in second if node != "head")))
 
-    training.wait_for("two more", lambda said: len(begun(said)) == 6)
+    training.until("two more", lambda said: len(begun(said)) == 6)
     third = begun(training.said)[4:]
     assert min(epoch for _, _, _, epoch in third) > max(epoch for _, _, _, epoch in second)
     assert training.end() == 0, training.said[-8000:]
@@ -201,23 +200,23 @@ def trials(folder: Path) -> dict[str, str]:
     return {row["trial_id"]: row["status"] for row in rows}
 
 
-def test_a_sweep_goes_on_after_an_interruption(cluster: Path, watch: Callable[..., Watched]) -> None:
+def test_a_sweep_goes_on_after_an_interruption(cluster: Lab) -> None:
     words = ["--trials", 8, "--steps", 6]
-    sweep = watch("tune_sweep.py", *words, "--pause", "0.7")
-    folder = cluster / "results" / "sweep"
+    sweep = watch(cluster, "tune_sweep.py", *words, "--pause", "0.7")
+    folder = cluster.home / "results" / "sweep"
 
     def some_have_ended(_: str) -> bool:
         return {"TERMINATED", "RUNNING"} <= set(trials(folder).values())
 
-    sweep.wait_for("the end of a trial", some_have_ended)
-    os.killpg(sweep.process.pid, signal.SIGINT)
+    sweep.until("the end of a trial", some_have_ended)
+    ok(cluster.root("ctl", "kill", "-INT", *pids(cluster, "ctl", "m heliostat run")))  # Ctrl-C
     assert sweep.end() == 130, sweep.said[-8000:]
     ended = {trial for trial, status in trials(folder).items() if status == "TERMINATED"}
 
     # the same words again do not begin anew over what is there
-    done = heliostat("run", "--cluster", NAME, EXAMPLES / "tune_sweep.py", *words, cwd=cluster, code=1)
-    assert "go on with --resume" in done.stdout + done.stderr
-    resumed = watch("tune_sweep.py", *words, "--resume")
+    done = says(cluster, "tune_sweep.py", *words, code=1)
+    assert "go on with --resume" in done.out + done.err
+    resumed = watch(cluster, "tune_sweep.py", *words, "--resume")
     assert resumed.end() == 0, resumed.said[-8000:]
     said = resumed.said
     again = dict(re.findall(r"trial (\w+) begins with step (\d+)", said))
@@ -234,23 +233,23 @@ def test_a_sweep_goes_on_after_an_interruption(cluster: Path, watch: Callable[..
 # --- RLlib
 
 
-def test_cartpole_is_learned(cluster: Path) -> None:
+def test_cartpole_is_learned(cluster: Lab) -> None:
     said = run(cluster, "rllib_cartpole.py", "--target", 60, "--runners", 1)
     assert said["return"] >= 60 and said["steps"] >= 2000 * said["iterations"]
     assert (Path(said["checkpoint"]) / "learner_group").is_dir()
 
 
-def test_cartpole_says_that_it_is_not_learned(cluster: Path) -> None:
+def test_cartpole_says_that_it_is_not_learned(cluster: Lab) -> None:
     words = ["--target", 499, "--iterations", 1, "--runners", 1]
-    done = heliostat("run", "--cluster", NAME, EXAMPLES / "rllib_cartpole.py", *words, cwd=cluster, code=1)
-    assert "not learned: the best mean return was" in done.stdout + done.stderr
+    done = says(cluster, "rllib_cartpole.py", *words, code=1)
+    assert "not learned: the best mean return was" in done.out + done.err
 
 
-def test_self_play(cluster: Path) -> None:
+def test_self_play(cluster: Lab) -> None:
     first = run(cluster, "rllib_selfplay_ipd.py", "--iterations", 4)
     assert first["iterations"] == 4 and 0 <= first["pay"] <= 5
     words = ["--iterations", 8, "--restore", first["checkpoint"]]
-    said = heliostat("run", "--cluster", NAME, EXAMPLES / "rllib_selfplay_ipd.py", *words, cwd=cluster).stdout
+    said = says(cluster, "rllib_selfplay_ipd.py", *words).out
     restored = re.search(r"restored iteration (\d+), strategy (.*)", said)
     assert restored and restored[1] == "4" and json.loads(restored[2]) == first["defects"]
     assert re.findall(r"^iteration (\d+):", said, re.M) == ["5", "6", "7", "8"]
@@ -261,7 +260,7 @@ def test_self_play(cluster: Path) -> None:
     assert defects["start"] > 0.75, defects
 
 
-def test_tune_over_rllib(cluster: Path) -> None:
+def test_tune_over_rllib(cluster: Lab) -> None:
     said = run(cluster, "rllib_tune.py", "--lr", "1e-6", "1e-3", "--iterations", 3)
     assert set(said["returns"]) == {"1e-06", "0.001"}
     assert said["best"] == 0.001 and said["returns"]["0.001"] > said["returns"]["1e-06"]
