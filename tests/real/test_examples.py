@@ -25,10 +25,15 @@ PATIENCE_S = 240.0
 CLEARLY = ["env", "RAY_DEDUP_LOGS=0", "TUNE_GLOBAL_CHECKPOINT_S=1", "python"]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_leaks() -> None:
+    """In place of a look after each test: nodes come and go while the cluster lives. `cluster` looks when it is down."""
+
+
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Lab]:
     """Three hosts, each with its own network, processes and /tmp; the home, where results go, is shared."""
-    size = ["--nodes", "3", "--cpus-per-node", "2", "--object-store", "150M", "--time", "2:00:00"]
+    size = ["--nodes", "3", "--cpus-per-node", "2", "--object-store", "150M", "--time", "60m"]
     with Lab(3) as lab:
         ok(lab.heliostat("up", "--on", "slurm", "--name", NAME, *size))
         yield lab
