@@ -9,6 +9,7 @@ On several machines --storage is a folder that all of them see (NFS, Lustre, …
 import argparse
 import json
 import os
+import signal
 import tempfile
 import time
 
@@ -19,7 +20,7 @@ from ray.tune.schedulers import ASHAScheduler
 from torch import nn
 
 
-def trainable(config: dict[str, float]) -> None:
+def trainable(config: dict[str, float], pause: float) -> None:
     """Fits a sine; reports its loss and a checkpoint at every step, so that it can be stopped and can go on anywhere."""
     torch.manual_seed(0)
     x = torch.linspace(-3, 3, 256).unsqueeze(1)
@@ -39,12 +40,11 @@ def trainable(config: dict[str, float]) -> None:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        time.sleep(config["pause"])
-        with tempfile.TemporaryDirectory() as folder:
+        time.sleep(pause)
+        with tempfile.TemporaryDirectory() as here:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
-            torch.save(state, f"{folder}/state.pt")
-            checkpoint = tune.Checkpoint.from_directory(folder)
-            tune.report({"loss": loss.item(), "step": step}, checkpoint=checkpoint)
+            torch.save(state, f"{here}/state.pt")
+            tune.report({"loss": loss.item(), "step": step}, checkpoint=tune.Checkpoint.from_directory(here))
 
 
 def main() -> None:
@@ -61,7 +61,8 @@ def main() -> None:
     ray.init()
     storage = args.storage if "://" in args.storage else os.path.abspath(args.storage)
     path = f"{storage}/{args.name}"
-    work = tune.with_resources(trainable, {"cpu": 1, "gpu": args.gpus})
+    work = tune.with_parameters(trainable, pause=args.pause)
+    work = tune.with_resources(work, {"cpu": 1, "gpu": args.gpus})
     if args.resume:
         # what has ended is not run again; what was cut off goes on from its last checkpoint
         tuner = tune.Tuner.restore(path, work, resume_unfinished=True, resume_errored=True)
@@ -69,20 +70,21 @@ def main() -> None:
         raise SystemExit(f"there is a sweep in {path}: go on with --resume, or take another --name")
     else:
         space = {"lr": tune.loguniform(1e-4, 1e-1), "width": tune.choice([4, 16, 64])}
+        search = tune.search.BasicVariantGenerator(random_state=7)  # the same trials every time
+        # of those that have come to step 2, 6, 18, … the best third goes on
         asha = ASHAScheduler(time_attr="step", max_t=args.steps, grace_period=2, reduction_factor=3)
+        how = {"num_samples": args.trials, "search_alg": search, "scheduler": asha}
         tuner = tune.Tuner(
             work,
-            param_space={**space, "steps": args.steps, "pause": args.pause},
-            tune_config=tune.TuneConfig(
-                metric="loss",
-                mode="min",
-                num_samples=args.trials,
-                search_alg=tune.search.BasicVariantGenerator(random_state=7),  # the same trials every time
-                scheduler=asha,  # of those that have come to step 2, 6, 18, … the best third goes on
-            ),
+            param_space={**space, "steps": args.steps},
+            tune_config=tune.TuneConfig(metric="loss", mode="min", **how),
             run_config=tune.RunConfig(name=args.name, storage_path=storage, verbose=1),
         )
+    cut_off = []  # the time limit, Ctrl-C: Tune itself writes down where each trial is at SIGUSR1 only
+    signal.signal(signal.SIGTERM, lambda *_: (cut_off.append(True), signal.raise_signal(signal.SIGUSR1)))
     results = tuner.fit()
+    if cut_off:
+        raise SystemExit("cut off: go on with --resume")
     if results.errors:
         raise SystemExit(f"{len(results.errors)} trials failed; the first: {results.errors[0]}")
     steps = {result.metrics["trial_id"]: result.metrics["step"] for result in results}

@@ -287,7 +287,7 @@ def leave(life: Lifecycle, folder: ClusterFolder, guest: str) -> None:
 def wait_gone(life: Lifecycle, folder: ClusterFolder, guest: str) -> None:
     """Its command has ended and its nodes leave by themselves: wait for that; what does not leave is made to."""
     deadline = time.monotonic() + LEAVE_S
-    while any(n.guest == guest for n in life.look(folder).record.nodes.values()):
-        if time.monotonic() > deadline:
+    while left := [n for n in life.look(folder).record.nodes.values() if n.guest == guest]:
+        if time.monotonic() > deadline or all(n.state in TERMINAL for n in left):
             return leave(life, folder, guest)
         time.sleep(POLL_S)

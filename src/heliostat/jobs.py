@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from heliostat.transport import Transport
 
 RUN = "run"  # the id of the command of a `run`
+STOP_S = (
+    10  # from SIGTERM to SIGKILL, as for a `run`; in Ray's own 3 s a sweep hardly writes down where it is
+)
 PATIENCE_S = 30.0  # so long may a head be silent before a job that is waited for is given up
 
 
@@ -69,7 +72,8 @@ class Jobs:
             working_dir = Path(given)
         if working_dir is not None:
             runtime["working_dir"] = self._upload(api, working_dir, runtime.pop("excludes", None) or ())
-        runtime["env_vars"] = {"PYTHONUNBUFFERED": "1", **(runtime.get("env_vars") or {}), **(env or {})}
+        ours = {"PYTHONUNBUFFERED": "1", "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_S)}
+        runtime["env_vars"] = {**ours, **(runtime.get("env_vars") or {}), **(env or {})}
         job_id = job_id or f"{view.record.name}-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}"
         submitted = api.submit(entrypoint, job_id, runtime)
         self._note(view.folder, {"id": submitted, "entrypoint": shown, "submitted": time.time()})
@@ -146,6 +150,15 @@ class Jobs:
             self.life.ask(view.folder, {"do": "stop-job", "job": job_id})
             return True
         return self.life.api(view).stop(job_id)
+
+    def end(self, name: str, job_id: str, write: Callable[[bytes], None], written: int) -> None:
+        """Stops a job that was waited for. It has a few seconds after SIGTERM: what it says in that time is shown, behind
+        what was `written`."""
+        self.stop(name, job_id)
+        for chunk in self.life.api(self.life.find(name)).output(job_id):
+            if fresh := chunk[written:]:
+                write(fresh)
+            written = max(0, written - len(chunk))
 
     # -- the one command of a `run`
 
@@ -229,14 +242,8 @@ class Jobs:
             folder.save(record)
 
     def _stop_run(self, name: str, kept: Path, tee: Callable[[bytes], None]) -> None:
-        """Ray gives a job that is stopped a few seconds after SIGTERM: what it says in that time is shown."""
         with contextlib.suppress(HeliostatError):
-            api = self.life.api(self.life.find(name))
-            api.stop(RUN)
-            skip = kept.stat().st_size if kept.exists() else 0
-            for chunk in api.output(RUN):
-                tee(chunk[skip:]) if len(chunk) > skip else None
-                skip = max(0, skip - len(chunk))
+            self.end(name, RUN, tee, kept.stat().st_size if kept.exists() else 0)
 
     def follow(self, folder: ClusterFolder, write: Callable[[str, bytes], None], job_id: str = "run") -> int:
         """The output of a command as it comes (stream name, bytes), to its end; then its exit code."""

@@ -178,14 +178,20 @@ class Looking:
             self._mirrors[key] = Mirror(folder, cast("Ssh", host), place, gate, small)
         return self._mirrors[key]
 
-    def refresh(self, folder: ClusterFolder, node: str | None = None, record: Record | None = None) -> None:
+    def refresh(
+        self,
+        folder: ClusterFolder,
+        node: str | None = None,
+        record: Record | None = None,
+        now: bool = False,
+    ) -> None:
         """Brings the files of a cluster that lies elsewhere up to date, with the logs of this node. Silence is told by
-        whoever asks the site."""
+        whoever asks the site. now: however short ago the last time was."""
         with contextlib.suppress(HeliostatError, OSError, ValueError):
             record = record or folder.record()
             mirror, telling = self.mirror(folder, record, node), self.telling(folder, record)
             if mirror:
-                mirror.pull(node)
+                mirror.pull(node, now)
             if telling:
                 telling.pull(record, node)
 
@@ -272,6 +278,11 @@ class Looking:
         if platform and record.target == "up":
             record.nodes.update({node.name: node for node in newcomers(record, live.get("nodes") or {})})
         seen = self._observe(backend, folder, record, open_handles, live)
+        if any(
+            one.state is N.GONE for one in seen.values()
+        ):  # after we read, perhaps: its last words are older
+            self.refresh(folder, record=record, now=True)
+            live = folder.state()
         moves = []
         shared = {h.native_id for h in handles if len(h.nodes) > 1}
         for node in record.nodes.values():

@@ -75,17 +75,17 @@ class Mirror:
         name = f"{time.time_ns()}-{secrets.token_hex(4)}.json"
         self.host.put(self.place / "requests" / name, json.dumps(request).encode())
 
-    def pull(self, node: str | None = None) -> None:
-        """What has changed there, with the logs of this node; not more often than is good for the login node. Whoever
-        looks again and again is told of each change instead."""
+    def pull(self, node: str | None = None, now: bool = False) -> None:
+        """What has changed there, with the logs of this node; not more often than is good for the login node, but `now`.
+        Whoever looks again and again is told of each change instead."""
         if self._follower and self._follower.follows(node):
             return
-        if time.monotonic() < self._next and node is None:
+        if time.monotonic() < self._next and node is None and not now:
             return
         if self._follower:
             self._follow = self._follower.spoke  # else it cannot be had there
             self._follower = None
-        elif self.process and self._follow and self._next:
+        elif self.process and self._follow and self._next and not now:
             self._follower = Follower(self, self.process, node)
             return
         try:

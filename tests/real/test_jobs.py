@@ -287,14 +287,19 @@ def test_stop(spawn_cli, program) -> None:
 
 
 def test_ctrl_c_stops_the_job(tmp_path: Path, spawn_cli, program) -> None:
-    words = program(f"pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid()))\n" + GATED)
+    words = program(
+        "def last(*_):\n    print('saving', flush=True); time.sleep(5); print('saved', flush=True); sys.exit(0)\n"
+        f"signal.signal(signal.SIGTERM, last)\npathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid()))\n"
+        "print('first', flush=True)\ntime.sleep(600)\n"
+    )
     waiting = spawn_cli("submit", NAME, "--wait", "--job-id", "cut", "--", *words)
     read_until(waiting, "first")
     os.killpg(waiting.pid, signal.SIGINT)
-    _, words_said = waiting.communicate(timeout=PATIENCE_S)
+    out, words_said = waiting.communicate(timeout=PATIENCE_S)
     assert waiting.returncode == 130
+    assert "saved" in out and "first" not in out, "its last words, and nothing twice"
     assert "interrupted; the job `cut` is stopped" in words_said and "Traceback" not in words_said
-    until(lambda: status_of("cut") == "STOPPED", "the job's end")
+    assert status_of("cut") == "STOPPED"
     pid = int((tmp_path / "pid").read_text())
     until(lambda: not Path(f"/proc/{pid}").exists(), "the end of its process")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,13 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from heliostat import mirror, planning
+from heliostat import backends, mirror, planning
 from heliostat.agent import processes
+from heliostat.backends.base import Handle, Observation
 from heliostat.errors import HeliostatError
+from heliostat.looking import Looking
 from heliostat.mirror import Follower, Mirror
 from heliostat.ssh import Here
 from heliostat.states import NodeState
-from heliostat.store import ClusterFolder
+from heliostat.store import ClusterFolder, NodeRecord, Record, Store
 from shared import until
 
 pytestmark = pytest.mark.needs_linux
@@ -181,3 +184,26 @@ def test_names_from_elsewhere_stay_inside(
 def test_a_stranger_in_the_tar(copy: Mirror, here: ClusterFolder, tmp_path: Path) -> None:
     copy._unpack(mirror.pack({"../evil": b"x", "logs/fine": b"x"}))
     assert files(tmp_path) == ["here/logs/fine"]
+
+
+def test_last_words_that_have_not_come_yet(
+    there: Path, here: ClusterFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The site says that a node has ended, which was after the copy was made: it is judged by what it said last."""
+    node = NodeRecord("zinc", "worker", state=NodeState.READY, launch=1, handle="7", guest="j1")
+    handle = Handle("7", ("zinc",), {}).to_json()
+    here.save(Record("lab", "abc", "pbs", "up", 0.0, {}, nodes={"zinc": node}, handles=[handle]))
+
+    class Site(type(backends.load("pbs"))):  # type: ignore[misc]
+        def observe(self, *_: object) -> dict[str, Observation]:
+            words = {"state": "GONE", "launch": 1, "since": 1.0, "reason": "the command ended with code 0"}
+            (there / "nodes/zinc.json").write_text(json.dumps(words))
+            (there / "state.json").write_text(json.dumps({"nodes": {"zinc": {"job": {"exit_code": 0}}}}))
+            return {"7": Observation(NodeState.GONE, "PBS has forgotten the job")}
+
+    monkeypatch.setattr(backends, "load", lambda _: Site())
+    life, copy = Looking(Store(tmp_path)), Mirror(here, Here(), PLACE)
+    monkeypatch.setattr(life, "mirror", lambda *_: copy)
+    view = life.look(here)
+    assert "zinc" not in view.record.nodes, "it came with a join, and has left in order"
+    assert view.live["nodes"]["zinc"]["job"] == {"exit_code": 0}

@@ -28,9 +28,9 @@ def follow() -> Iterator[Json]:
     sent: Json = {}
     spoke = 0.0
     while os.path.exists("agent.pyz"):
+        alive = processes.alive(want["pid"], want["start"])  # before its last words are read
         small = {path: text(path) for path in paths(want["small"])}
         small.update((path, None) for path in sent if path not in small)
-        alive = processes.alive(want["pid"], want["start"])
         yield from logs(want["node"], have)  # before the state that may tell of their end
         new = {path: content for path, content in small.items() if sent.get(path, "") != content}
         if new or time.monotonic() - spoke > BEAT_S:

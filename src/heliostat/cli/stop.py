@@ -16,7 +16,7 @@ from heliostat.lifecycle import Lifecycle
 @common
 @click.pass_obj
 def command(out: Output, /, cluster: str, job: str) -> None:
-    """Stops a job: SIGTERM, a few seconds to save its work, then SIGKILL."""
+    """Stops a job: SIGTERM, ten seconds to save its work, then SIGKILL."""
     stopped = Jobs(Lifecycle()).stop(cluster, job)
     if out.json:
         return out.document({"cluster": cluster, "job": job, "stopped": stopped})

@@ -83,11 +83,18 @@ def follow(out: Output, life: Lifecycle, cluster: str, job: str) -> int:
     """Streams the job's output; its exit code. Ctrl-C stops the job."""
     if out.verbose:
         out.say(f"job {job}")
+    written = 0
+
+    def write(chunk: bytes) -> None:
+        nonlocal written
+        out.raw("out", chunk)
+        written += len(chunk)
+
     try:
-        code = Jobs(life).wait(cluster, job, lambda chunk: out.raw("out", chunk))
+        code = Jobs(life).wait(cluster, job, write)
     except KeyboardInterrupt:
-        out.say(f"interrupted: stopping the job `{job}` (Ctrl-C again: leave it running)")
-        Jobs(life).stop(cluster, job)
+        out.say(f"interrupted: stopping the job `{job}` (Ctrl-C again: do not wait for it)")
+        Jobs(life).end(cluster, job, write, written)
         raise Interrupted(
             f"interrupted; the job `{job}` is stopped", hint=f"heliostat jobs {cluster}"
         ) from None
