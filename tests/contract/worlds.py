@@ -228,6 +228,9 @@ class BatchWorld(LocalWorld):
             (folder / name).unlink(missing_ok=True)
         _batch.END_S, _batch.CANCEL_S = self.patience
 
+    def spec(self, **values: Any) -> ClusterSpec:
+        return super().spec(**{"sites": {self.site: {"grace": "1s"}}, **values})
+
     def apart(self, nodes: int) -> View:
         view = self.life().up(self.spec(nodes=1))
         for workers in range(1, nodes):
@@ -267,9 +270,6 @@ class PbsWorld(BatchWorld):
     refusal: ClassVar[str] = "Illegal attribute or resource value select.ncpus"
     programs: ClassVar[tuple[str, ...]] = ("qsub", "qstat", "qselect", "qdel", "qsig", "pbsdsh")
     starter: ClassVar[bytes] = b"/pbsdsh\0"
-
-    def spec(self, **values: Any) -> ClusterSpec:
-        return super().spec(**{"sites": {"pbs": {"grace": "1s"}}, **values})
 
     def stranger(self) -> Handle:
         return Handle("4711.fake", ("head",), {"bin": "", "dialect": "pbs", "folder": str(self.folder)})
