@@ -96,4 +96,7 @@ def no_clusters(lab: Lab) -> None:
 def nothing_on_hosts(lab: Lab) -> None:
     """No process of ours and no folder on any host."""
     for host in ("n1", "n2", "n3", "ctl"):
-        wait_for(f"nothing of ours on {host}", lambda host=host: not lab.left_on(host))
+        try:
+            wait_for(f"nothing of ours on {host}", lambda host=host: not lab.left_on(host))
+        except AssertionError as error:
+            raise AssertionError(f"{error}: {lab.left_on(host)}") from None

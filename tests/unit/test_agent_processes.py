@@ -161,3 +161,20 @@ def test_a_child_dies_with_its_parent() -> None:
 def test_sending_to_nobody_is_no_error() -> None:
     processes.send([2**22 + 1], signal.SIGTERM)
     processes.reap()
+
+
+def test_children_go_before_their_parents(
+    start: Callable[..., subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that waits for its parent's death, as srun has one, must not see it."""
+    chain = "import os, time\nfor _ in range(3):\n    if os.fork(): break\ntime.sleep(600)"
+    root = start(chain, mark="a chain")
+    until(lambda: len(processes.family([root.pid])) == 4, "all of them")
+    line = [root.pid]
+    while born := processes.children(line[-1]):
+        line += born
+    killed: list[int] = []
+    send = processes.send
+    monkeypatch.setattr(processes, "send", lambda pids, number: (killed.extend(pids), send(pids, number))[1])
+    assert processes.end_all([root.pid], "a chain", 60) == []
+    assert list(dict.fromkeys(killed)) == line[::-1] and len(line) == 4

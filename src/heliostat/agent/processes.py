@@ -124,11 +124,13 @@ def end_all(roots: Iterable[int], mark: str, seconds: float = 10.0, but: Iterabl
     """SIGKILL to these families and to whatever carries the mark, until none is left. Returns what would not go.
 
     The roots go last: what is born in this moment comes to them, and is found in the next round. But not for ever:
-    a root may itself be the one that goes on starting others."""
+    a root may itself be the one that goes on starting others. Children go before their parents: srun has one that waits
+    for its death, and would have the agents on the other hosts killed before they have cleaned up."""
     roots, spared = list(roots), {os.getpid(), *but}
     deadline = time.monotonic() + seconds
     while True:
-        left = [pid for pid in {*family(roots), *marked(mark)} if pid not in spared]
+        found = dict.fromkeys([*reversed(family(roots)), *marked(mark)])
+        left = [pid for pid in found if pid not in spared]
         if not left or time.monotonic() > deadline:
             return left
         below = [pid for pid in left if pid not in roots]
