@@ -35,7 +35,8 @@ MOST_JOBS = 100  # whose output comes home with the cluster
 
 class Ending(Looking):
     def all(self) -> list[View]:
-        """Every cluster that is not over; those that ended since somebody last looked go to the history."""
+        """Every cluster that is not over, and those that ended since somebody last looked: they go to the history now, so
+        this is the one time that they are told of."""
         views = []
         for name in self.store.names():
             folder = self.store.find(name)
@@ -46,13 +47,16 @@ class Ending(Looking):
             except (HeliostatError, KeyError, ValueError, TypeError):
                 continue  # `doctor` tells of records that cannot be read
             if view.record.is_over():
-                try:
+                with contextlib.suppress(DiskError):  # it stays where it is
                     self._archive(view)
-                    continue
-                except DiskError:
-                    pass  # it stays where it is, and is told of
             views.append(view)
         return views
+
+    def ever(self) -> list[Record]:
+        """Every cluster that there is or was, those that ended last, first."""
+        present = [view.record for view in self.all()]
+        known = {record.id for record in present}
+        return [*present, *(record for record in reversed(self.store.past()) if record.id not in known)]
 
     def down(self, name: str, *, now: bool = False) -> View:
         """Ends the cluster and verifies that nothing is left of it. Ended already: says so."""

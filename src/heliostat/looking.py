@@ -296,7 +296,7 @@ class Looking:
         if over:
             ended = live.get("ended") or {}
             record.ended = float(ended.get("at") or time.time())
-            last = next((n.reason for n in record.nodes.values() if n.role == "head" and platform), "")
+            last = next((n.reason for n in record.nodes.values() if n.role == "head"), "")
             record.reason = record.reason or str(ended.get("reason", "")) or last
             said = next((one.words["exit_code"] for one in seen.values() if "exit_code" in one.words), None)
             record.exit_code = (live.get("job") or {}).get(

@@ -348,6 +348,11 @@ class Store:
                 ):
                     folder = candidate
         if folder is None:
+            past = self.last_past(name)
+            if past:
+                raise NotFoundError(
+                    f"`{name}` has ended", because=past.record().reason, hint=f"heliostat logs {name}"
+                )
             raise NotFoundError(
                 f"there is no cluster `{name}`",
                 because=f"clusters here: {', '.join(self.names()) or 'none'}",

@@ -380,7 +380,9 @@ def test_a_native_id_names_its_cluster(world: World) -> None:
 def test_an_ended_cluster_goes_to_the_history_when_somebody_looks(world: World) -> None:
     view = world.life().up(world.spec())
     backends.load(world.site).cancel(handles(view.record), world.life().host)
-    assert world.life().all() == [] and [record.name for record in world.store.past()] == ["lab"]
+    (told,) = world.life().all()
+    assert told.record.is_over() and told.record.reason, "it is told of once"
+    assert world.life().all() == [] and [record.name for record in world.life().ever()] == ["lab"]
 
 
 # -- a node dies

@@ -84,13 +84,19 @@ def pids(lab: Lab, host: str, pattern: str) -> list[str]:
     return lab.root(host, "pgrep", "-u", USER, "-f", pattern).out.split()
 
 
+def living(lab: Lab) -> list[str]:
+    """The names of the clusters that have not ended."""
+    clusters = json.loads(lab.heliostat("ls", "--json").out)["clusters"]
+    return [cluster["name"] for cluster in clusters if not cluster["ended"]]
+
+
 def no_clusters(lab: Lab) -> None:
     """What a test has broken is mended, and no cluster lives on."""
     lab.mend()
-    clusters = json.loads(lab.heliostat("ls", "--json").out)["clusters"]
-    for cluster in clusters:
-        lab.heliostat("down", cluster["name"], "--now")
-    assert not clusters, f"clusters that live on: {clusters}\n{lab.logs()}"
+    names = living(lab)
+    for name in names:
+        lab.heliostat("down", name, "--now")
+    assert not names, f"clusters that live on: {names}\n{lab.logs()}"
 
 
 def nothing_on_hosts(lab: Lab) -> None:

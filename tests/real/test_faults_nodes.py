@@ -250,7 +250,9 @@ def test_a_head_dies(home: Path, victim: str) -> None:
         assert f"{victim} [exit code=-9]" in head["reason"] or head["reason"] == ours
     done = heliostat("submit", "alone", "--", "true", code=1)
     assert done.stderr.startswith("error: `alone` is failed, so it cannot be used\n")
-    assert [row["name"] for row in document("ls")["clusters"]] == []
+    (told,) = document("ls")["clusters"]
+    assert (told["name"], told["state"], told["reason"]) == ("alone", "failed", head["reason"])
+    assert document("ls")["clusters"] == []
     assert (past(home)[-1]["name"], past(home)[-1]["nodes"]["head"]["state"]) == ("alone", "FAILED")
     assert "`alone` had ended already" in heliostat("down", "alone").stderr
 

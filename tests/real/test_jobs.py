@@ -357,7 +357,7 @@ def test_the_history_keeps_jobs_and_their_output(home: Path, program) -> None:
     assert (job["kind"], job["exit_code"], job["why"]) == ("job", 11, "failed")
     assert own(heliostat("logs", NAME, "remembered").stdout) == "kept\n"
     assert "no job or node `gone`" in heliostat("logs", NAME, "gone", code=5).stderr
-    assert "there is no cluster" in heliostat("submit", NAME, "--", "true", code=5).stderr
+    assert f"`{NAME}` has ended" in heliostat("submit", NAME, "--", "true", code=5).stderr
     assert "had ended already" in heliostat("down", NAME).stderr
     (folder,) = (home / "history").iterdir()
     assert not (folder / "token").exists()

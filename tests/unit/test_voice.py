@@ -252,6 +252,14 @@ def lost(person: Person) -> None:
     live(person, state="LOST")
 
 
+def rebooted(person: Person) -> None:
+    """Nobody has looked since every process of it was killed."""
+    live(person)
+    for process in person.sleepers:
+        process.kill()
+        process.wait()
+
+
 def damaged(person: Person) -> None:
     for name, text in (("torn", "{"), ("empty", "{}")):
         (person.store.clusters / name).mkdir(parents=True)
@@ -520,6 +528,8 @@ CASES: dict[str, Case] = {
     "down-quiet": case("-q down lab", silent),
     "down-some": case("down lab nosuch", silent),
     # what is broken
+    "ls-rebooted": case("ls", rebooted),
+    "ls-all-rebooted": case("ls --all", rebooted),
     "ls-damaged": case("ls", damaged),
     "status-damaged": case("status torn", damaged),
     "status-damaged-json": case("status empty --json", damaged),
@@ -527,6 +537,14 @@ CASES: dict[str, Case] = {
     "down-damaged": case("down torn", damaged),
     "up-stray": case("up --name stray", damaged),
 }  # fmt: skip
+
+
+def test_what_ended_unseen_is_told_of_once(person: Person) -> None:
+    rebooted(person)
+    for words in (("history",), ("ls", "--all"), ("history",)):
+        told = [line for line in person.types(*words).out.splitlines() if line.startswith("lab ")]
+        assert len(told) == 1 and "its agent is gone" in told[0], words
+    assert "no clusters" in person.types("ls").err
 
 
 @pytest.mark.parametrize("name", CASES)

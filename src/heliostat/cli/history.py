@@ -39,8 +39,7 @@ COLUMNS = (
 def command(out: Output, /, path: Path | None) -> None:
     """Lists every cluster and job that ever ran here: what, where, how long it waited and ran, node-hours, exit code."""
     life = Lifecycle()
-    records = [*life.store.past(), *(view.record for view in life.all())]
-    rows = [row for record in sorted(records, key=lambda r: r.created) for row in rows_of(record)]
+    rows = [row for record in sorted(life.ever(), key=lambda r: r.created) for row in rows_of(record)]
     if path is not None:
         return write_csv(out, rows, path)
     if out.json:

@@ -17,17 +17,16 @@ from heliostat.store import Record
 @common
 @click.pass_obj
 def command(out: Output, /, every: bool) -> None:
-    """Lists my clusters on every site, one line each."""
+    """Lists my clusters on every site, one line each: those that live, and those that ended since the last look."""
     life = Lifecycle()
-    records = [view.record for view in life.all()]
-    past = list(reversed(life.store.past())) if every else []
+    records = life.ever() if every else [view.record for view in life.all()]
     if out.json:
-        return out.document({"clusters": [row(record) for record in [*records, *past]]})
-    if not records and not past:
+        return out.document({"clusters": [row(record) for record in records]})
+    if not records:
         return out.say("no clusters; heliostat up starts one")
     lines = [
         (r.name, r.site, str(r.state()), _count(r), ago(r.created), (r.reason if r.ended else "") or "")
-        for r in [*records, *past]
+        for r in records
     ]
     out.data(table(lines, ("NAME", "SITE", "STATE", "NODES", "AGE", "WHY")))
 
