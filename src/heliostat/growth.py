@@ -11,7 +11,7 @@ from heliostat.backends.base import Handle
 from heliostat.errors import HeliostatError, NotFoundError, UsageError
 from heliostat.events import Event
 from heliostat.lifecycle import POLL_S, Lifecycle, in_words
-from heliostat.looking import RESTARTED, SCALED, View, make_move
+from heliostat.looking import RESTARTED, SCALED, View, command_of, make_move
 from heliostat.spec import ClusterSpec, Member, members, worker_members
 from heliostat.spec import hosts as all_hosts
 from heliostat.states import TERMINAL, NodeState
@@ -254,7 +254,7 @@ def settle_join(life: Lifecycle, folder: ClusterFolder, guest: str) -> View:
     while True:
         view = life.look(folder)
         nodes = [n for n in view.record.nodes.values() if n.guest == guest]
-        job = job_of(view, guest)
+        job = command_of(view.live, guest)
         if job.get("started") or (nodes and all(n.state is N.READY for n in nodes)):
             return view
         bad = [n for n in nodes if n.state in TERMINAL]
@@ -269,11 +269,6 @@ def settle_join(life: Lifecycle, folder: ClusterFolder, guest: str) -> View:
             )
         life.emit(Event("progress", in_words(nodes)))
         time.sleep(POLL_S)
-
-
-def job_of(view: View, guest: str) -> dict[str, Any]:
-    """What is known of the command of a join."""
-    return dict(((view.live.get("nodes") or {}).get(f"{guest}-1") or {}).get("job") or {})
 
 
 def leave(life: Lifecycle, folder: ClusterFolder, guest: str) -> None:

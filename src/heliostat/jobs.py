@@ -14,7 +14,7 @@ from heliostat import backends
 from heliostat.errors import DiskError, HeliostatError, Interrupted, NotFoundError
 from heliostat.events import Event
 from heliostat.lifecycle import Lifecycle
-from heliostat.looking import View
+from heliostat.looking import RUN, View, command_of
 from heliostat.rayapi import NoAnswer, RayApi
 from heliostat.report import run_job
 from heliostat.script import quote
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from heliostat.spec import ClusterSpec
     from heliostat.transport import Transport
 
-RUN = "run"  # the id of the command of a `run`
 STOP_S = (
     10  # from SIGTERM to SIGKILL, as for a `run`; in Ray's own 3 s a sweep hardly writes down where it is
 )
@@ -245,7 +244,7 @@ class Jobs:
         with contextlib.suppress(HeliostatError):
             self.end(name, RUN, tee, kept.stat().st_size if kept.exists() else 0)
 
-    def follow(self, folder: ClusterFolder, write: Callable[[str, bytes], None], job_id: str = "run") -> int:
+    def follow(self, folder: ClusterFolder, write: Callable[[str, bytes], None], job_id: str = RUN) -> int:
         """The output of a command as it comes (stream name, bytes), to its end; then its exit code."""
         return self._follow(folder, Tail(self.life.host, folder, write, job_id))
 
@@ -260,7 +259,7 @@ class Jobs:
     def _follow(self, folder: ClusterFolder, tail: Tail) -> int:
         pause, looked = 0.02, 0.0
         while True:
-            job = _job(folder.state(), tail.job_id)
+            job = command_of(folder.state(), tail.job_id)
             pause = 0.02 if tail.drain() else min(0.1, pause * 1.5)
             # one that was stopped may be run again: a scheduler that took the machines back queues the job anew
             if job.get("exit_code") is not None and (
@@ -276,7 +275,7 @@ class Jobs:
                     tail.paths = tail.places(folder)
                     view = View(folder, folder.record(), folder.state())
                 over = view.record.is_over() or view.headless
-                if over and _job(folder.state(), tail.job_id).get("exit_code") is None:
+                if over and command_of(folder.state(), tail.job_id).get("exit_code") is None:
                     tail.drain()
                     raise HeliostatError(
                         f"the cluster `{view.record.name}` ended before its command did",
@@ -294,7 +293,7 @@ class Jobs:
         nodes = view.record.nodes.values()
         guests = [node for node in nodes if node.guest == job_id]  # forgotten when they have left in order
         head = next(node for node in nodes if node.role == "head")
-        ended = job_id != "run" and all(node.state in TERMINAL for node in guests)
+        ended = job_id != RUN and all(node.state in TERMINAL for node in guests)
         return ended or head.state in TERMINAL or view.record.target != "up"
 
     # -- nodes that join, with a command of their own or without
@@ -331,18 +330,11 @@ class Jobs:
             raise Interrupted(f"interrupted; the nodes of `{guest}` have left `{name}`") from None
 
 
-def _job(state: dict[str, Any], job_id: str) -> dict[str, Any]:
-    """What the head says of a command: the cluster's own, or one that came with a join."""
-    if job_id == "run":
-        return state.get("job") or {}
-    return ((state.get("nodes") or {}).get(f"{job_id}-1") or {}).get("job") or {}
-
-
 class Tail:
     """The two streams of a command, from their beginning."""
 
     def __init__(
-        self, host: Transport, folder: ClusterFolder, write: Callable[[str, bytes], None], job_id: str = "run"
+        self, host: Transport, folder: ClusterFolder, write: Callable[[str, bytes], None], job_id: str = RUN
     ) -> None:
         self.host, self.write, self.job_id = host, write, job_id
         self.paths = self.places(folder)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 N = NodeState
 T = TypeVar("T")
+RUN = "run"  # the name of the command of a `run`
 SCALED, RESTARTED = "scaled down", "restarted"  # why a node of a cluster that goes on is told to end
 
 
@@ -57,7 +58,7 @@ class View:
     @property
     def run(self) -> dict[str, Any] | None:
         """The command of a `run`, as the head's agent tells of it."""
-        return self.live.get("job")
+        return command_of(self.live, RUN) or None
 
     def alive(self) -> int:
         return sum(node.state is N.READY for node in self.record.nodes.values())
@@ -499,6 +500,12 @@ class Looking:
         )
         host = self.host_of(view.record)
         return backends.load(view.record.site).reach(handle, host) if handle else host
+
+
+def command_of(live: dict[str, Any], name: str) -> dict[str, Any]:
+    """What the head's agent says of a command: the cluster's own, or one that came with a join."""
+    there = live if name == RUN else (live.get("nodes") or {}).get(f"{name}-1") or {}
+    return there.get("job") or {}
 
 
 def alike(items: Iterable[T], name: Callable[[T], str], kind: Callable[[T], object]) -> list[tuple[str, T]]:
