@@ -509,6 +509,22 @@ def test_a_watch_that_breaks_is_taken_up_again(
     until(asks_no_more, "the watch is taken up again: whoever watches does not ask")
 
 
+def test_a_watch_ends_when_nobody_looks_any_more(
+    kube: Kube, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody's notebook goes on; the API server hears no more of it."""
+    monkeypatch.setattr(_kube_watch, "AGAIN_S", 600.0)
+    looker = life(home)
+    looker.up(spec(nodes=2))
+    until(lambda: looker.find("lab") and _watches(looker), "somebody who goes on looking watches")
+    threads = [watch for cluster in site.BACKEND._clusters.values() for watch in cluster._watches]
+    monkeypatch.setattr(_kube_watch, "AGAIN_S", 0.0)
+    kube.control("drop")
+    until(lambda: not any(thread.is_alive() for thread in threads), "the watches have ended")
+    monkeypatch.setattr(_kube_watch, "AGAIN_S", 600.0)
+    until(lambda: looker.find("lab") and _watches(looker), "whoever comes back watches again")
+
+
 def _watches(looker: Lifecycle) -> bool:
     found = site.BACKEND._clusters.values()
     return any(len(c._watches) == 2 and all(w.synced for w in c._watches) for c in found)

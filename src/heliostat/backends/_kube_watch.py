@@ -10,7 +10,9 @@ from typing import Any
 from heliostat.backends import _kube_api as kube
 from heliostat.errors import HeliostatError, Refused
 
-AGAIN_S = 10.0  # whoever looks twice within so long goes on looking, and is told of changes
+AGAIN_S = (
+    10.0  # whoever looks twice within so long goes on looking, and is told of changes; who does not, has left
+)
 WARNINGS_S = 2.0
 Object = Mapping[str, Any]
 
@@ -85,8 +87,9 @@ class Cluster:
 
     def look(self) -> tuple[Object | None, list[Object]]:
         """(the object, its pods)."""
-        now, again = time.monotonic(), time.monotonic() - self._looked < AGAIN_S
-        self._looked = now
+        again, self._looked = self.in_view, time.monotonic()
+        if any(watch.closed for watch in self._watches):
+            self.close()
         if len(self._watches) == 2 and all(watch.synced for watch in self._watches):
             first, pods = self._watches
             return self._mine(first.items.get(self.name)), list(pods.items.values())
@@ -95,8 +98,8 @@ class Cluster:
         if again and made and self._ray and not self._watches:
             path, query = self._pods
             self._watches = [
-                _Watch(self.api, self.place, {"fieldSelector": f"metadata.name={self.name}"}),
-                _Watch(self.api, path, query),
+                _Watch(self, self.place, {"fieldSelector": f"metadata.name={self.name}"}),
+                _Watch(self, path, query),
             ]
         return found
 
@@ -121,6 +124,11 @@ class Cluster:
         self._warned = (time.monotonic(), found)
         return found
 
+    @property
+    def in_view(self) -> bool:
+        """Somebody goes on looking."""
+        return time.monotonic() - self._looked < AGAIN_S
+
     def stale(self) -> None:
         """We have just changed it: what was told before may be older than that."""
         self.close()
@@ -139,18 +147,19 @@ def _time(event: Object) -> str:
 
 
 class _Watch(threading.Thread):
-    """Keeps the objects of one kind up to date, until it is closed."""
+    """Keeps the objects of one kind up to date, until it is closed; and closes when it would have to ask again for somebody
+    who looks no more: a notebook goes on for days."""
 
-    def __init__(self, api: kube.Api, path: str, query: Mapping[str, str]) -> None:
+    def __init__(self, cluster: Cluster, path: str, query: Mapping[str, str]) -> None:
         super().__init__(daemon=True)
-        self.api, self.path, self.query = api, path, query
+        self.cluster, self.api, self.path, self.query = cluster, cluster.api, path, query
         self.items: dict[str, Object] = {}
         self.synced = self.closed = False
         self.start()
 
     def run(self) -> None:
         version, pause = None, 0.2
-        while not self.closed:
+        while not self.closed and self.cluster.in_view:
             try:
                 if version is None:
                     listed = self.api.call("GET", self.path, query=self.query)
@@ -166,6 +175,7 @@ class _Watch(threading.Thread):
                 version, self.synced = None, False
                 time.sleep(pause)
                 pause = min(5.0, pause * 2)
+        self.closed = True
 
     def _apply(self, event: Mapping[str, Any]) -> None:
         """A new table each time: whoever reads has a whole one."""
