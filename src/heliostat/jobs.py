@@ -26,9 +26,7 @@ if TYPE_CHECKING:
     from heliostat.spec import ClusterSpec
     from heliostat.transport import Transport
 
-STOP_S = (
-    10  # from SIGTERM to SIGKILL, as for a `run`; in Ray's own 3 s a sweep hardly writes down where it is
-)
+STOP_S = 10  # from SIGTERM to SIGKILL, as for a `run`; Ray's own 3 s are too few for a sweep
 PATIENCE_S = 30.0  # so long may a head be silent before a job that is waited for is given up
 
 

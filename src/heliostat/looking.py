@@ -56,9 +56,9 @@ class View:
         return any(node.role == "head" and node.state in TERMINAL for node in self.record.nodes.values())
 
     @property
-    def run(self) -> dict[str, Any] | None:
+    def run(self) -> dict[str, Any]:
         """The command of a `run`, as the head's agent tells of it."""
-        return command_of(self.live, RUN) or None
+        return command_of(self.live, RUN)
 
     def alive(self) -> int:
         return sum(node.state is N.READY for node in self.record.nodes.values())
@@ -279,9 +279,8 @@ class Looking:
         if platform and record.target == "up":
             record.nodes.update({node.name: node for node in newcomers(record, live.get("nodes") or {})})
         seen = self._observe(backend, folder, record, open_handles, live)
-        if any(
-            one.state is N.GONE for one in seen.values()
-        ):  # after we read, perhaps: its last words are older
+        if any(one.state is N.GONE for one in seen.values()):
+            # perhaps after we read: its last words are older than its end
             self.refresh(folder, record=record, now=True)
             live = folder.state()
         moves = []

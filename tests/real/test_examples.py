@@ -217,12 +217,9 @@ def test_a_sweep_goes_on_after_an_interruption(cluster: Lab) -> None:
 
     def midway(said: str) -> bool:
         completed = set(re.findall(r"Trial trainable_(\w+) completed after", said))
-        saved = dict(
-            re.findall(r"/trainable_(\w+?_\d+)_[^/]*/checkpoint_(\d+)", said)
-        )  # the last of each; 0 is the first
-        return bool(
-            completed and any(int(n) in (2, 3) for trial, n in saved.items() if trial not in completed)
-        )
+        saved = dict(re.findall(r"/trainable_(\w+?_\d+)_[^/]*/checkpoint_(\d+)", said))  # the last of each
+        others = {int(number) for trial, number in saved.items() if trial not in completed}
+        return bool(completed and others & {2, 3})
 
     # by what it says: Tune writes its state down every ten seconds or less often, and when it is cut off
     sweep.until("one trial has ended while another is in the middle", midway)
@@ -242,10 +239,8 @@ def test_a_sweep_goes_on_after_an_interruption(cluster: Lab) -> None:
     steps = result(said)["steps"]
     # what has ended is not run again, what was cut off goes on, and the rest begins
     assert first.keys() == steps.keys() - done
-    for (
-        trial,
-        step,
-    ) in first.items():  # Tune puts a step on record before its checkpoint: that one may be done again
+    # Tune puts a step on record before its checkpoint: that one may be done again
+    for trial, step in first.items():
         assert max(1, cut.get(trial, 0)) <= step <= cut.get(trial, 0) + 1, (first, cut)
     assert max(first.values()) > 1, (first, cut)
     assert len(steps) == 8

@@ -246,6 +246,8 @@ def test_cancelled_behind_our_back(lab: Lab) -> None:
     (told,) = json.loads(lab.heliostat("ls", "--json").out)["clusters"]
     assert told["name"] == "gone" and told["state"] in ("failed", "ended") and told["reason"]
     assert lab.heliostat("ls").err.startswith("no clusters")
+    past = json.loads(lab.heliostat("ls", "--all", "--json").out)["clusters"]
+    assert any(c["name"] == "gone" and c["state"] in ("failed", "ended") for c in past)
 
 
 def test_time_limit_tells_the_script(lab: Lab) -> None:

@@ -10,9 +10,7 @@ from typing import Any
 from heliostat.backends import _kube_api as kube
 from heliostat.errors import HeliostatError, Refused
 
-AGAIN_S = (
-    10.0  # whoever looks twice within so long goes on looking, and is told of changes; who does not, has left
-)
+AGAIN_S = 10.0  # whoever looks twice within so long goes on looking, and is told of changes
 WARNINGS_S = 2.0
 Object = Mapping[str, Any]
 
