@@ -478,11 +478,11 @@ class Looking:
 
     def api(self, view: View) -> RayApi:
         """Ray's dashboard and Jobs API of this cluster."""
-        from heliostat.rayapi import RayApi  # HTTP costs `ls` more than all else it does
+        from heliostat import relay  # HTTP costs `ls` more than all else it does
+        from heliostat.rayapi import RayApi
 
         self.must_be_up(view)
         connection = view.folder.connection() or {}
-        host, port = self._reach(view).forward("127.0.0.1", int(connection["dashboard_port"]))
         token = view.folder.read_token()
         if token is None and connection["env"]["RAY_AUTH_MODE"] == "token":
             raise HeliostatError(
@@ -490,7 +490,12 @@ class Looking:
                 because=f"there is no {view.folder.token}",
                 hint=f"wait a few seconds: the head writes it again; else heliostat restart {view.record.name}",
             )
-        return RayApi(host, port, token, name=view.record.name)
+        reach, hub = self._reach(view), connection.get("hub")
+        if hub is None:  # the platform starts Ray, or an older version of ours did
+            host, port = reach.forward("127.0.0.1", int(connection["dashboard_port"]))
+            return RayApi(host, port, token, name=view.record.name)
+        dial = relay.dialer(reach.forward, hub, token or view.record.id)
+        return RayApi(hub["ip"], int(hub["port"]), None, name=view.record.name, dial=dial)
 
     def _reach(self, view: View) -> Transport:
         head = next(node for node in view.record.nodes.values() if node.role == "head")

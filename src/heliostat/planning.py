@@ -129,7 +129,11 @@ def agent_config(
         "token_path": folder.token.as_posix(),
         "ray": spec.environment.ray,
         "env": dict(spec.environment.env),
-        "ports": {"window": list(window) if window else None, "offset": spec.network.port_offset},
+        "ports": {
+            "window": list(window) if window else None,
+            "offset": spec.network.port_offset,
+            "client": spec.network.ray_client,
+        },
         "silent_s": spec.network.patience,
         "orphan_s": spec.network.patience,
         "speak_s": 3 * spec.network.patience,

@@ -11,7 +11,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
@@ -19,6 +19,8 @@ from urllib.parse import quote, urlencode
 from heliostat.errors import HeliostatError, NotFoundError
 from heliostat.units import parse_bytes
 
+CONNECT_S = 15.0
+Dial = Callable[[float], socket.socket]
 FINAL = frozenset({"SUCCEEDED", "FAILED", "STOPPED"})
 _AMOUNT = r"([\d.]+)(B|KiB|MiB|GiB|TiB)?"
 _USED = re.compile(
@@ -34,13 +36,24 @@ class NoAnswer(HeliostatError):
 
 
 class RayApi:
-    """One head. `token` None: the cluster has no authentication."""
+    """One head. `token` None: the cluster has no authentication, or `dial` leads to somebody who adds the token.
 
-    def __init__(self, host: str, port: int, token: str | None, *, name: str = "") -> None:
+    `dial(timeout)` opens a connection for one request; without it the dashboard listens at host:port."""
+
+    def __init__(
+        self, host: str, port: int, token: str | None, *, name: str = "", dial: Dial | None = None
+    ) -> None:
         self.host, self.port, self.token, self.name = host, port, token, name
+        self.dial = dial or (lambda timeout: socket.create_connection((host, port), timeout))
 
     def _connect(self, timeout: float) -> http.client.HTTPConnection:
-        return http.client.HTTPConnection(self.host, self.port, timeout=timeout)
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout)
+        try:
+            connection.sock = self.dial(min(timeout, CONNECT_S))
+        except OSError as error:
+            raise self._no_answer(error) from None
+        connection.sock.settimeout(timeout)
+        return connection
 
     def _headers(self) -> dict[str, str]:
         return {"Authorization": f"Bearer {self.token}"} if self.token else {}
@@ -310,7 +323,8 @@ class _Reader:
     def __init__(self, api: RayApi, job: dict[str, Any], skip: int) -> None:
         self.chunks: queue.Queue[bytes] = queue.Queue(maxsize=64)
         self.closed = False
-        self.connection = api._connect(3600)
+        self.api = api
+        self.socket: socket.socket | None = None
         path = f"/api/v0/logs/stream?{api._log_query(job, interval=0.1)}"
         self.thread = threading.Thread(target=self._read, args=(path, api._headers(), skip), daemon=True)
         self.thread.start()
@@ -320,9 +334,11 @@ class _Reader:
         return not self.thread.is_alive() and self.chunks.empty()
 
     def _read(self, path: str, headers: dict[str, str], skip: int) -> None:
-        with contextlib.suppress(OSError, http.client.HTTPException, AttributeError, ValueError):
-            self.connection.request("GET", path, headers=headers)
-            answer = self.connection.getresponse()
+        with contextlib.suppress(OSError, http.client.HTTPException, AttributeError, ValueError, NoAnswer):
+            connection = self.api._connect(3600)
+            self.socket = connection.sock
+            connection.request("GET", path, headers=headers)
+            answer = connection.getresponse()
             while answer.status == 200 and not self.closed and (chunk := answer.read1(1 << 16)):
                 if len(chunk) > skip:
                     self.chunks.put(chunk[skip:])
@@ -340,10 +356,12 @@ class _Reader:
         with contextlib.suppress(queue.Empty):  # a reader that waits for room must see that it is over
             while True:
                 self.chunks.get_nowait()
-        with contextlib.suppress(OSError, AttributeError):
-            self.connection.sock.shutdown(socket.SHUT_RDWR)
+        if self.socket:
+            with contextlib.suppress(OSError):
+                self.socket.shutdown(socket.SHUT_RDWR)
         self.thread.join(5)
-        self.connection.close()
+        if self.socket:
+            self.socket.close()
 
 
 class _Upload:

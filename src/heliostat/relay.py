@@ -1,48 +1,49 @@
-"""A way to a head's dashboard through the hub of its agent: a local port whose connections come out at the head's loopback.
+"""Connections to a head's dashboard through the hub of the head's agent, on every backend whose nodes run our agent.
 
-Each side proves that it knows the cluster's secret before a byte goes through (`agent/hub.py` is the other end)."""
+Both sides prove that they know the cluster's secret before a request is sent (`agent/hub.py` is the other end). The secret
+does not travel: the head's agent adds the token to the request, on its own host. No local port is opened, so no other user of
+this computer can use the connection.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import hmac
 import json
 import secrets
 import socket
-import threading
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from heliostat.errors import HeliostatError
 
 NAME = "client"
-_open: dict[tuple[str, int, str], tuple[str, int]] = {}
 
 
-def forward(ip: str, port: int, secret: str) -> tuple[str, int]:
-    """(host, port) here that leads to the dashboard behind the hub at ip:port, for as long as this process lives."""
-    key = (ip, port, secret)
-    if key not in _open:
-        listener = socket.create_server(("127.0.0.1", 0), backlog=64)
-        threading.Thread(target=_accept, args=(listener, key), daemon=True).start()
-        _open[key] = ("127.0.0.1", listener.getsockname()[1])
-    return _open[key]
+def dialer(
+    forward: Callable[[str, int], tuple[str, int]], hub: Mapping[str, Any], secret: str
+) -> Callable[[float], socket.socket]:
+    """Opens connections through that hub. `forward` says where a port of the head's network is reached from here."""
+    return lambda timeout: dial(*forward(hub["ip"], int(hub["port"])), secret, timeout)
 
 
 def dial(ip: str, port: int, secret: str, timeout: float = 15.0) -> socket.socket:
-    """A connection to the dashboard, after the mutual proof."""
+    """A connection to the dashboard behind the hub at ip:port, for one request."""
     connection = socket.create_connection((ip, port), timeout=timeout)
     try:
         mine = secrets.token_hex(16)
         challenge = str(_line(connection)["challenge"])
         hello = {"node": NAME, "relay": True, "challenge": mine, "proof": _proof(secret, "client", challenge)}
         connection.sendall(json.dumps(hello).encode() + b"\n")
-        if not hmac.compare_digest(str(_line(connection).get("proof")), _proof(secret, "head", mine)):
+        proof = str(_line(connection).get("proof")).encode("utf-8", "backslashreplace")
+        if not hmac.compare_digest(proof, _proof(secret, "head", mine).encode()):
             raise HeliostatError("another cluster answers at the head's address", saw=f"{ip}:{port}")
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, RecursionError) as error:
+        connection.close()
+        raise ConnectionError(f"no agent of this cluster answers at {ip}:{port}: {error}") from None
+    except BaseException:
         connection.close()
         raise
-    connection.settimeout(None)
     return connection
 
 
@@ -51,41 +52,14 @@ def _proof(secret: str, side: str, challenge: str) -> str:
 
 
 def _line(connection: socket.socket) -> dict[str, Any]:
-    """One line, byte by byte: what follows it is not ours."""
+    """One line, byte by byte: what follows it is not part of the proof."""
     data = b""
     while not data.endswith(b"\n"):
         byte = connection.recv(1)
         if not byte or len(data) > 4096:
-            raise ConnectionError("the head's agent hung up")
+            raise ConnectionError("the connection was closed")
         data += byte
-    value: dict[str, Any] = json.loads(data)
+    value = json.loads(data)
+    if not isinstance(value, dict):
+        raise ValueError("not an object")
     return value
-
-
-def _accept(listener: socket.socket, key: tuple[str, int, str]) -> None:
-    while True:
-        with contextlib.suppress(OSError):
-            client, _ = listener.accept()
-            threading.Thread(target=_join, args=(client, key), daemon=True).start()
-
-
-def _join(client: socket.socket, key: tuple[str, int, str]) -> None:
-    try:
-        head = dial(*key)
-    except (OSError, ValueError, KeyError, HeliostatError):
-        client.close()
-        return
-    back = threading.Thread(target=_pipe, args=(head, client), daemon=True)
-    back.start()
-    _pipe(client, head)
-    back.join()
-    client.close()
-    head.close()
-
-
-def _pipe(source: socket.socket, target: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        while chunk := source.recv(1 << 16):
-            target.sendall(chunk)
-    with contextlib.suppress(OSError):
-        target.shutdown(socket.SHUT_WR)

@@ -137,7 +137,7 @@ class Environment(Model):
 
 
 class Network(Model):
-    """Addresses and ports. By default free ports are chosen on each node and need no thought."""
+    """Addresses and ports. By default the kernel of each node chooses free ports."""
 
     interface: str | None = Field(None, description="interface name (`ib0`) or CIDR (`100.64.0.0/10`)")
     port_offset: Count = Field(
@@ -147,7 +147,10 @@ class Network(Model):
         description="0: ports are chosen free; N: from 20000+N on",
     )
     ports: str | None = Field(None, description="range that all ports, the workers' too, are taken from")
-
+    ray_client: bool = Field(
+        False,
+        description="start Ray Client's server (`ray://`) on the head; not safe on hosts with other users",
+    )
     patience: Seconds = Field(
         30,
         ge=3,

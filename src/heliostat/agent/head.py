@@ -11,7 +11,7 @@ from typing import Any, Dict, List, Optional
 
 from . import files, hub, ports
 from .command import Command
-from .idle import IdleClock, activity, last_jobs
+from .idle import Dashboard, IdleClock, activity, last_jobs
 from .node import Json, Node, mine, try_port
 from .raynode import join
 
@@ -36,6 +36,7 @@ class Head(Node):
     def __init__(self, config: Json, temp: str) -> None:
         super().__init__(config, temp)
         self.hub: Optional[hub.Hub] = None
+        self.gcs = 0  # the GCS's port, once the GCS listens there
         self.nodes: Dict[str, Json] = {}
         self.alive = (
             0  # how many of them are READY: counted as they move, for each beat of each node comes by here
@@ -83,8 +84,8 @@ class Head(Node):
             }  # it was given up, and comes back too late
         self.learn(node, message)
         if not awaited:
-            return {}
-        return {"there": all(self.nodes.get(name, {}).get("state") == "READY" for name in awaited)}
+            return {"gcs": self.gcs}
+        return {"gcs": self.gcs, "there": all(self.nodes.get(name, {}).get("state") == "READY" for name in awaited)}
 
     async def try_it(self, node: str, ip: str, port: int) -> None:
         """A worker asks whether we reach it."""
@@ -150,17 +151,29 @@ class Head(Node):
     async def prepare(self, block: ports.Block) -> None:
         if self.hub:
             await self.hub.close(0)
-        self.hub = hub.Hub(self.secret, self.heard, self.lost, self.silent_s, block.ports["dashboard"])
-        await self.hub.start(self.ip, block.ports["hub"])
-        place = {"id": self.config["id"], "ip": self.ip, "gcs": block.ports["gcs"], "hub": block.ports["hub"]}
+        self.gcs = 0
+        self.hub = hub.Hub(self.secret, self.heard, self.lost, self.silent_s, self.token)
+        self.info["hub"] = await self.hub.start(self.ip, block.ports["hub"])
+        place = {"id": self.config["id"], "ip": self.ip, "hub": self.info["hub"]}
         place.update(ray=self.info["ray"], python=self.info["python"])
         place["job"] = os.environ.get("SLURM_JOB_ID") or os.environ.get("PBS_JOBID")
         files.write_json(self._path("head.json"), place)
 
+    def gcs_listens(self, port: int) -> None:
+        """The workers learn the port from the hub, which has proved to them that it is this cluster's."""
+        self.gcs = port
+        if self.hub:
+            self.hub.tell({"gcs": port})
+
+    @property
+    def dashboard(self) -> Dashboard:
+        return Dashboard(self.ray.ports["dashboard"] if self.ray else 0, self.token)
+
     def publish(self) -> None:
         """The connection files: what a person sources and a program reads."""
-        assert self.block
-        port = self.block.ports
+        assert self.ray and self.hub
+        port = self.ray.ports
+        self.hub.dashboard = port["dashboard"]
         job = {k: os.environ[k] for k in ("SLURM_JOB_ID", "PBS_JOBID") if k in os.environ}
         started = datetime.datetime.fromtimestamp(self.started).astimezone().isoformat(timespec="seconds")
         variables: Dict[str, Any] = {
@@ -179,7 +192,8 @@ class Head(Node):
         files.write_json(
             self._path("connection.json"),
             {"schema": 1, "address": variables["RAY_ADDRESS"], "dashboard_port": port["dashboard"], "ray": self.info["ray"],
-             "python": self.info["python"], "client_port": port["client"], "env": variables},
+             "python": self.info["python"], "client_port": port["client"] or None,
+             "hub": {"ip": self.ip, "port": self.info["hub"]}, "env": variables},
         )  # fmt: skip
         lines = ["export %s='%s'\n" % (k, str(v).replace("'", "'\\''")) for k, v in variables.items()]
         files.write(self._path("connection.env"), "".join(lines))
@@ -250,7 +264,7 @@ class Head(Node):
             return self.idle.note(True)
         since, self.looked = self.looked, time.time()  # what began and ended between two looks counts
         try:
-            self.idle.note(await activity(self.block.ports["dashboard"], self.secret, since) is not None)
+            self.idle.note(await activity(self.dashboard, since) is not None)
         except (OSError, KeyError, TypeError, asyncio.TimeoutError):
             self.idle.note(True)  # we do not know, so nobody's work is ended
         if self.idle.is_over():
@@ -265,7 +279,7 @@ class Head(Node):
         except asyncio.TimeoutError:
             self.stop_reason = "fewer than %d nodes came within %d s" % (self.config["min_nodes"], patience)
             return
-        code = await self.work.run(join(self.ip, self.block.ports["gcs"]))
+        code = await self.work.run(join(self.ip, self.gcs))
         self.stop_reason = self.stop_reason or "the command ended with code %d" % code
 
     def others_failed(self, reason: str, names: List[str]) -> None:
@@ -311,7 +325,7 @@ class Head(Node):
         if self.guests_at_work() or (self.work and self.work.waits_or_runs):
             return True
         try:
-            return await activity(self.block.ports["dashboard"], self.secret) is not None  # type: ignore[union-attr]
+            return await activity(self.dashboard) is not None
         except (OSError, KeyError, TypeError, asyncio.TimeoutError):
             return True
 
@@ -319,7 +333,7 @@ class Head(Node):
         """Through Ray itself, in a child: the agent never imports it. Where a command runs, its end is the node's: Ray
         would end a node whose only work is a driver."""
         assert self.block
-        request = {"address": join(self.ip, self.block.ports["gcs"]), "reason": reason, "but": self.guests_at_work(),
+        request = {"address": join(self.ip, self.gcs), "reason": reason, "but": self.guests_at_work(),
                    "deadline_ms": int((time.time() + seconds) * 1000)}  # fmt: skip
         argv, env = self.runtime.wrap(
             [self.runtime.python, "-c", DRAIN], {**os.environ, **self.runtime.client_environment()}
@@ -338,7 +352,7 @@ class Head(Node):
             self.work.close()
         elif self.block:
             try:
-                self.jobs = await last_jobs(self.block.ports["dashboard"], self.secret)
+                self.jobs = await last_jobs(self.dashboard)
             except (OSError, KeyError, TypeError, asyncio.TimeoutError):
                 pass  # Ray is gone already
         if self.hub:

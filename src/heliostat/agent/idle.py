@@ -8,19 +8,36 @@ import os
 import time
 from typing import Any, Dict, List, Optional, Tuple
 
+from . import ports
 from .raynode import http_get
 
 _ACTORS = "/api/v0/actors?filter_keys=state&filter_predicates=%3D&filter_values=ALIVE&limit=1000"
 _OWN = "SUPERVISOR_ACTOR_RAY_NAMESPACE"  # the actor that runs a submitted job, which is counted as a job
 
 
-async def activity(port: int, token: str, since: float = math.inf) -> Optional[str]:
+class Dashboard:
+    """Ray's dashboard on this host's loopback. `owned`: it runs as this user, and the token goes to nobody else."""
+
+    def __init__(self, port: int, token: str, owned: bool = True) -> None:
+        self.port, self.token, self.owned = port, token, owned
+
+    async def get(self, path: str, timeout: float = 30) -> Any:
+        """What it answers. Raises OSError when it does not."""
+        if self.token and self.owned and not ports.is_ours(self.port):
+            raise OSError("no process of this user listens on port %d" % self.port)
+        status, body = await http_get("127.0.0.1", self.port, path, self.token, timeout=timeout)
+        if status != 200:
+            raise OSError("%s answers %d" % (path, status))
+        try:
+            return json.loads(body)
+        except ValueError:
+            raise OSError("%s answers no JSON" % path) from None
+
+
+async def activity(dashboard: Dashboard, since: float = math.inf) -> Optional[str]:
     """What is going on, in a few words, or ended after `since` (seconds of the epoch); None: nothing.
     Raises OSError when Ray's dashboard does not answer."""
-
-    async def ask(path: str) -> Any:
-        return await _ask(port, token, path)
-
+    ask = dashboard.get
     for job in await ask("/api/jobs/"):
         if job.get("status") in ("PENDING", "RUNNING") or (job.get("end_time") or 0) / 1000 >= since:
             return "job %s" % (job.get("submission_id") or job.get("job_id"))
@@ -34,26 +51,16 @@ async def activity(port: int, token: str, since: float = math.inf) -> Optional[s
     return None
 
 
-async def last_jobs(port: int, token: str) -> List[Dict[str, Any]]:
+async def last_jobs(dashboard: Dashboard) -> List[Dict[str, Any]]:
     """What became of the submitted jobs: id, status, exit_code, seconds."""
     found = []
-    for job in await _ask(port, token, "/api/jobs/", 3):
+    for job in await dashboard.get("/api/jobs/", 3):
         if job.get("submission_id"):
             seconds = ((job.get("end_time") or time.time() * 1000) - (job.get("start_time") or 0)) / 1000
             code = job.get("driver_exit_code")
             found.append({"id": job["submission_id"], "status": job.get("status"), "seconds": round(seconds, 3),
                           "exit_code": 128 - code if code is not None and code < 0 else code})  # fmt: skip
     return found
-
-
-async def _ask(port: int, token: str, path: str, timeout: float = 30) -> Any:
-    status, body = await http_get("127.0.0.1", port, path, token, timeout=timeout)
-    if status != 200:
-        raise OSError("%s answers %d" % (path, status))
-    try:
-        return json.loads(body)
-    except ValueError:
-        raise OSError("%s answers no JSON" % path) from None
 
 
 class IdleClock:

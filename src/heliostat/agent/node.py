@@ -39,6 +39,7 @@ class Node:
         self.logs = os.path.join(self.folder, "logs", self.name)
         self.state, self.reason, self.since = "STARTING", "", time.time()
         self.keeper = os.getppid()
+        self.keeper_start = processes.start_time(self.keeper)
         self.silent_s = float(config.get("silent_s", hub.SILENT_S))
         self.info: Json = {}
         self.ray: Optional[RayNode] = None
@@ -55,6 +56,7 @@ class Node:
         self.step: Optional[asyncio.Future[None]] = None
         self.background: List[asyncio.Future[None]] = []  # the loop itself keeps no hold of its tasks
         self.secret = self._secret()
+        self.token = self.secret if config["auth"] == "token" else ""
         self.runtime = runtime.make(config, temp)
 
     def _secret(self) -> str:
@@ -82,7 +84,7 @@ class Node:
         me = {"node": self.name, "mark": self.config["mark"], "host": socket.gethostname(), "temp": self.temp}
         me.update(
             pid=self.keeper,
-            start=processes.start_time(self.keeper),
+            start=self.keeper_start,
             executable=sys.executable,
             **self.status(),
         )
@@ -244,6 +246,9 @@ class Node:
     async def prepare(self, block: ports.Block) -> None:
         """Ports are chosen: do what must come before Ray."""
 
+    def gcs_listens(self, port: int) -> None:
+        """Ray's GCS on this node listens on that port."""
+
     async def start_ray(self) -> None:
         """Until Ray's node table has us. A port that somebody took in the last moment costs a new block, not the node; a
         machine that was too busy is tried again."""
@@ -251,15 +256,18 @@ class Node:
         for attempt in range(3):
             head = await self.meet_head()  # first: in a narrow range the head's ports come before ours
             try:
-                self.block = ports.take(tuple(window) if window else None)
+                self.block = ports.take(tuple(window) if window else None, bool(self.config["ports"].get("client")))
             except ports.NoPorts as error:
                 raise Refused(str(error)) from None
-            self.info.update(ip=self.ip, ports=ports.as_json(self.block), resources=self.config["resources"])
+            self.info.update(ip=self.ip, resources=self.config["resources"])
             self.ray = RayNode(self.runtime, self.ip, self.block, os.path.join(self.logs, "ray.log"))
+            self.ray.on_gcs = self.gcs_listens
             try:
                 await self.prepare(self.block)
                 await self.ray.start(head)
                 await self.ray.wait_ready(float(self.config.get("start_timeout_s", START_S)))
+                workers = list(self.block.workers) if self.block.workers else None
+                self.info["ports"] = {**self.ray.ports, "hub": self.info.get("hub", 0), "workers": workers}
                 self.ray.show_logs(self.logs)
                 return
             except (RuntimeError, OSError) as error:
@@ -377,6 +385,7 @@ class Worker(Node):
 
     link: Optional[hub.Link] = None
     tried: Optional[asyncio.Future[str]] = None  # whether the head reaches us
+    gcs = 0  # the port of the head's GCS, as the hub told it after its proof
 
     def __init__(self, config: Json, temp: str) -> None:
         super().__init__(config, temp)
@@ -399,6 +408,8 @@ class Worker(Node):
             self.link.say()
 
     async def told(self, message: Json) -> None:
+        if "gcs" in message:
+            self.gcs = int(message["gcs"])
         if message.get("there"):
             self.there.set()
         elif message.get("do") == "tried" and self.tried and not self.tried.done():
@@ -428,12 +439,12 @@ class Worker(Node):
         began = time.monotonic()
         while True:  # an open port is not readiness, but before it there is nothing to join
             head = self.find_head()
-            if head and self.link.writer and not await try_port(head["ip"], head["gcs"]):
+            if head and self.link.writer and self.gcs and not await try_port(head["ip"], self.gcs):
                 self.check_same(head)
-                return head
+                return {**head, "gcs": self.gcs}
             known = head if self.config.get("head") else None
             if known and time.monotonic() - began > (START_S if self.link.writer else REACH_S):
-                port, why = (known["gcs"], "") if self.link.writer else (known["hub"], self.link.error)
+                port, why = (self.gcs, "") if self.link.writer else (known["hub"], self.link.error)
                 raise Refused(
                     "the head at %s cannot be reached from %s (%s); on the head's host: sudo ufw allow from %s"
                     % (join(known["ip"], port), self.ip, why or "no answer", self.ip)
@@ -459,8 +470,9 @@ class Worker(Node):
         if not head or not self.link or not self.link.writer:
             return
         server = await asyncio.start_server(lambda _, writer: writer.close(), self.ip, block.ports["hub"])
+        port = int(server.sockets[0].getsockname()[1])
         self.tried = asyncio.get_running_loop().create_future()
-        hub.send(self.link.writer, {**self.status(), "try": [self.ip, block.ports["hub"]]})
+        hub.send(self.link.writer, {**self.status(), "try": [self.ip, port]})
         try:
             error = await asyncio.wait_for(self.tried, REACH_S)
         except asyncio.TimeoutError:
@@ -470,7 +482,7 @@ class Worker(Node):
         if error:
             raise Refused(
                 "the head cannot reach this machine at %s (%s); here: sudo ufw allow from %s"
-                % (join(self.ip, block.ports["hub"]), error, head["ip"])
+                % (join(self.ip, port), error, head["ip"])
             )
 
     async def _orphaned(self) -> None:
@@ -511,7 +523,7 @@ class Worker(Node):
         head = self.find_head() or {}
         if head.get("job"):
             work.config["env"] = {**(work.config.get("env") or {}), "RAY_HEAD_JOB_ID": str(head["job"])}
-        code = await work.run(join(head["ip"], head["gcs"]))
+        code = await work.run(join(head["ip"], self.gcs))
         self.stop("the command ended with code %d" % code)
 
     async def leave(self) -> None:

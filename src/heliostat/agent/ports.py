@@ -1,82 +1,102 @@
-"""Free ports for one Ray node, all from one block, kept from other agents and other programs until Ray has them.
+"""The ports of one Ray node, and which user's process listens on a port.
 
-A block is held in two ways. Against other agents (any user's) by an abstract socket a 16 ports, which the kernel frees
-when we die. Against other programs by binding each port without listening, with SO_REUSEADDR: Ray, which sets that
-option too, can bind beside us, a program that does not can't.
+By default every service binds port 0: the kernel chooses a free port and the service owns it at once, so that no other
+program can know or take it before. With a port range of the user's (`network.ports`), a node takes a block of that range and
+holds it until Ray has bound it.
 """
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
-import random
-import re
 import socket
+import struct
 import sys
-import tempfile
-from typing import Dict, Iterable, List, Optional, Set, Tuple
+from typing import Dict, Iterable, List, NamedTuple, Optional, Set, Tuple
 
 # Ray's own services, then ours (the hub)
 SERVICES = (
     "gcs", "client", "dashboard", "node_manager", "object_manager", "runtime_env_agent", "agent_http", "agent_grpc",
     "metrics", "autoscaler_metrics", "dashboard_metrics", "hub",
 )  # fmt: skip
-UNIT = 16
-DEFAULT = (20000, 32767)
-_RANGE = "/proc/sys/net/ipv4/ip_local_port_range"
+_PIDFD_GETFD = 438  # the number of the system call, on every architecture
+UNIT = 16  # ports of a block that are not the workers'
+LOCK = UNIT - 1  # the port of a block on which its agent listens, so that no other user's agent takes the block
 
 
 class NoPorts(Exception):
-    """No block is free; the text says where we looked."""
+    """No block is free. The text names the range."""
 
 
 class Block:
-    """ports: name -> number. workers: (first, last) for Ray's workers, or None: the kernel chooses for them."""
+    """ports: name -> number, 0 where the kernel chooses. workers: (first, last) for Ray's workers, or None."""
 
-    def __init__(self, first: int, size: int, with_workers: bool) -> None:
-        self.ports = {name: first + i for i, name in enumerate(SERVICES)}
-        self.workers = (first + UNIT, first + size - 1) if with_workers else None
+    def __init__(self, window: Optional[Tuple[int, int]] = None, with_client: bool = False) -> None:
+        self.ports = dict.fromkeys(SERVICES, 0)
+        self.workers: Optional[Tuple[int, int]] = None
         self._locks: List[socket.socket] = []
-        self._held: List[socket.socket] = []
+        self._held: Dict[int, socket.socket] = {}
         try:
-            for unit in range(first // UNIT, (first + size - 1) // UNIT + 1):
-                self._locks.append(_lock(unit))
-            for port in self.ports.values():
-                self._held.append(_bind(port))
+            if window:
+                first, last = window
+                for unit in range(first // UNIT, last // UNIT + 1):
+                    self._locks += _lock(unit)
+                self._locks.append(_listen(first + LOCK))
+                self.ports = {name: first + i for i, name in enumerate(SERVICES)}
+                self.workers = (first + UNIT, last)
+                for port in self.ports.values():
+                    self._held[port] = _hold(port)
+            elif with_client:
+                self.ports["client"] = self._hold_for_this_user()
         except OSError:
             self.close()
             raise
 
-    def hand_over(self) -> None:
-        """Ray has bound its ports: stop holding them. Other agents still keep out of the block."""
-        while self._held:
-            self._held.pop().close()
+    def _hold_for_this_user(self) -> int:
+        """A free port that only processes of this user can bind, if they set SO_REUSEPORT as gRPC's servers in Python do."""
+        held = _bound(0)
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # after bind(): no other holder shares it
+        port = int(held.getsockname()[1])
+        self._held[port] = held
+        return port
+
+    def seal(self, ports: Iterable[int]) -> None:
+        """Ray listens on these ports. From now on nobody else can bind them, also after Ray has ended."""
+        for port in ports:
+            if port in self._held:
+                self._held[port].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
 
     def close(self) -> None:
-        self.hand_over()
-        while self._locks:
-            self._locks.pop().close()
+        for held in [*self._held.values(), *self._locks]:
+            held.close()
+        self._held, self._locks = {}, []
 
 
-def take(window: Optional[Tuple[int, int]] = None) -> Block:
-    """A free block: of 16 ports anywhere below the kernel's own range, or within the window that the user named,
-    where Ray's workers must find theirs too."""
-    low, high = window or _default()
-    size = UNIT if window is None else min(512, high - low + 1)
-    # but for the first, each begins where a unit does: two that touch must not want the same lock
-    starts = [low, *range(-(-(low + size) // UNIT) * UNIT, high - size + 2, size)]
-    first = 0 if window else random.randrange(len(starts))  # agents that start together begin apart
-    for start in starts[first:] + starts[:first]:
+def take(window: Optional[Tuple[int, int]] = None, with_client: bool = False) -> Block:
+    """Ports that the kernel chooses, or a free block of the range that the user named."""
+    if window is None:
+        return Block(None, with_client)
+    low, high = window
+    size = min(512, high - low + 1)
+    # but for the first, each begins where a unit does: two blocks that touch must not need the same lock
+    for start in (low, *range(-(-(low + size) // UNIT) * UNIT, high - size + 2, size)):
         try:
-            return Block(start, size, with_workers=window is not None)
+            return Block((start, start + size - 1))
         except OSError:
             continue
     raise NoPorts("no block of %d free ports between %d and %d" % (size, low, high))
 
 
-def listeners(wanted: Iterable[int]) -> Dict[int, Set[str]]:
-    """port -> the inodes of the sockets, anybody's, that listen on it. Empty where there is no /proc."""
+class Listener(NamedTuple):
+    inode: str
+    uid: int
+
+
+def listeners(wanted: Iterable[int]) -> Dict[int, Set[Listener]]:
+    """port -> the sockets, anybody's, that listen on it. Empty where there is no /proc."""
     ports = frozenset(wanted)
-    found: Dict[int, Set[str]] = {}
+    found: Dict[int, Set[Listener]] = {}
     for path in ("/proc/net/tcp", "/proc/net/tcp6"):
         try:
             with open(path) as stream:
@@ -85,43 +105,85 @@ def listeners(wanted: Iterable[int]) -> Dict[int, Set[str]]:
             continue
         for row in rows:
             if row[3] == "0A" and int(row[1].rpartition(":")[2], 16) in ports:
-                found.setdefault(int(row[1].rpartition(":")[2], 16), set()).add(row[9])
+                port = int(row[1].rpartition(":")[2], 16)
+                found.setdefault(port, set()).add(Listener(row[9], int(row[7])))
     return found
 
 
-def _default() -> Tuple[int, int]:
-    low, high = DEFAULT
-    try:
-        with open(_RANGE) as stream:
-            ephemeral = int(re.split(r"\s+", stream.read().strip())[0])
-    except (OSError, ValueError):
-        return low, high
-    # a port of the kernel's own range may be taken by anybody's outgoing connection at any moment
-    return (low, ephemeral - 1) if low + 64 * UNIT < ephemeral <= high else (low, high)
+def is_ours(port: int) -> bool:
+    """Whether this user's processes, and nobody else's, listen on the port: before a secret is sent there."""
+    if sys.platform != "linux":
+        return True  # there is nothing to ask
+    found = listeners([port]).get(port, set())
+    return bool(found) and all(listener.uid == os.getuid() for listener in found)
 
 
-def _lock(unit: int) -> socket.socket:
-    lock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+def duplicate_listener(pid: int, port: int) -> Optional[socket.socket]:
+    """A duplicate of the socket with which that process listens on the port. As long as it is open, nobody else can listen
+    there, also after the process has ended. None where the kernel (5.6 is the first) or its settings do not allow it."""
     try:
-        if sys.platform == "linux":
-            lock.bind("\0heliostat-ports-%d" % unit)
-        else:  # no abstract sockets: a plain one, whose stale file is replaced when nobody answers
-            path = os.path.join(tempfile.gettempdir(), "heliostat-ports-%d" % unit)
-            try:
-                lock.connect(path)
-            except OSError:
-                if os.path.exists(path):
-                    os.unlink(path)
-                lock.bind(path)
-            else:
-                raise OSError("taken")
+        inodes = {listener.inode for listener in listeners([port]).get(port, ())}
+        process = os.pidfd_open(pid)
+    except (AttributeError, OSError):
+        return None
+    try:
+        for name in os.listdir("/proc/%d/fd" % pid):
+            if os.readlink("/proc/%d/fd/%s" % (pid, name))[8:-1] in inodes:
+                copy = ctypes.CDLL(None, use_errno=True).syscall(_PIDFD_GETFD, process, int(name), 0)
+                return socket.socket(fileno=copy) if copy >= 0 else None
+    except OSError:
+        pass  # it has ended, or may not be looked at
+    finally:
+        os.close(process)
+    return None
+
+
+def _bound(port: int) -> socket.socket:
+    """A socket that owns the port on all addresses, of IPv6 too where the host has it."""
+    try:
+        bound = socket.socket(socket.AF_INET6, socket.SOCK_STREAM)
+        bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        place: Tuple[str, int] = ("::", port)
+    except OSError:
+        bound, place = socket.socket(socket.AF_INET, socket.SOCK_STREAM), ("0.0.0.0", port)
+    try:
+        bound.bind(place)
+    except OSError:
+        bound.close()
+        raise
+    return bound
+
+
+def _lock(unit: int) -> List[socket.socket]:
+    """Keeps other agents of this user out of these ports. Raises OSError where one of them has the lock.
+
+    The names of abstract sockets belong to nobody: a name that another user has taken does not count."""
+    if sys.platform != "linux":
+        return []
+    name = "\0heliostat-ports-%d" % unit
+    lock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        lock.bind(name)
+        lock.listen(128)
+        return [lock]
     except OSError:
         lock.close()
-        raise
-    return lock
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(name)
+        except BlockingIOError:
+            pass  # its queue is full: somebody listens
+        except OSError:
+            return []  # it does not listen, so it is no agent's
+        peer = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    if struct.unpack("3i", peer)[1] in (os.getuid(), -1):
+        raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+    return []
 
 
-def _bind(port: int) -> socket.socket:
+def _hold(port: int) -> socket.socket:
+    """Ray, which sets SO_REUSEADDR too, can bind the port beside us. A program that does not set it cannot."""
     held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -132,5 +194,11 @@ def _bind(port: int) -> socket.socket:
     return held
 
 
-def as_json(block: Block) -> Dict[str, object]:
-    return {**block.ports, "workers": list(block.workers) if block.workers else None}
+def _listen(port: int) -> socket.socket:
+    held = _hold(port)
+    try:
+        held.listen(0)
+    except OSError:
+        held.close()
+        raise
+    return held

@@ -35,12 +35,13 @@ def _table() -> Dict[int, Tuple[int, str, str]]:
 
 
 def _stat(pid: int) -> Optional[Tuple[int, str, str]]:
+    """None: there is no such process. Raises OSError where that cannot be known, as without a free file descriptor."""
     try:
         with open("/proc/%d/stat" % pid, "rb") as stream:
             # the name in brackets may hold anything, a closing bracket too
             fields = stream.read().rpartition(b")")[2].decode().split()
         return int(fields[1]), fields[0], fields[19]
-    except (OSError, IndexError, ValueError):
+    except (FileNotFoundError, ProcessLookupError, IndexError, ValueError):
         return None
 
 
@@ -51,7 +52,11 @@ def start_time(pid: int) -> Optional[str]:
 
 
 def alive(pid: int, start: Optional[str]) -> bool:
-    return start is not None and start_time(pid) == start
+    """Whether that process still runs. Where it cannot be known, it does: nothing is ended by mistake."""
+    try:
+        return start is not None and start_time(pid) == start
+    except OSError:
+        return True
 
 
 def children(pid: int) -> List[int]:
@@ -90,7 +95,7 @@ def marked(mark: str) -> List[int]:
 
 
 def sockets(pids: Iterable[int]) -> Set[str]:
-    """The inodes of the sockets that these processes have open."""
+    """The inodes of the sockets that these processes have open. Raises OSError where that cannot be known."""
     found = set()
     for pid in pids:
         try:
@@ -98,8 +103,8 @@ def sockets(pids: Iterable[int]) -> Set[str]:
                 link = os.readlink("/proc/%d/fd/%s" % (pid, name))
                 if link.startswith("socket:["):
                     found.add(link[8:-1])
-        except OSError:
-            pass  # it ended while we looked
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            pass  # it has ended
     return found
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import pkgutil
 import re
 import signal
+import socket
 import time
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 from . import files, ports, processes
 from .runtime import Own
@@ -20,7 +22,8 @@ LOGS = re.compile(
 LOG_BYTES = 1 << 20
 LIVE_LOGS = ("raylet.out", "raylet.err", "gcs_server.out", "gcs_server.err", "dashboard.log", "monitor.log")
 IN_USE = re.compile(
-    r"address already in use|port[^\n]*(already|is) (in use|used|occupied)|failed to bind", re.IGNORECASE
+    r"address already in use|port[^\n]*(already|is) (in use|used|occupied)|failed to bind|before it listened on its port",
+    re.IGNORECASE,
 )
 # Ray gives a node half a minute to start, whatever the machine has to do besides
 SLOW = re.compile(r"timed out during startup")
@@ -58,7 +61,8 @@ async def http_get(
 
 # what listens on every node, and what on a head besides; the rest are metrics that nobody misses
 ON_EVERY_NODE = ("node_manager", "object_manager", "runtime_env_agent", "agent_http", "agent_grpc", "metrics")
-ON_A_HEAD = ("gcs", "client", "dashboard")
+ON_A_HEAD = ("gcs", "dashboard")
+PROGRAM = "ray_start.py"  # runs in Ray's own Python
 UNEXPECTED = "Some Ray subprocesses exited unexpectedly:"
 LATE_S = 120.0  # some of Ray's services come after the node is alive
 
@@ -75,24 +79,28 @@ class RayNode:
         self.config, self.temp = runtime.config, runtime.temp
         # one below our private folder: Ray opens its own to everybody (0777), ours stays 0700
         self.ray_temp = os.path.join(self.temp, "ray")
+        self.ports = dict(block.ports)  # 0 until Ray has told which port the kernel chose
+        self.on_gcs: Callable[[int], None] = lambda port: None  # called when the GCS listens
+        self._report = os.path.join(self.temp, "ray_ports.json")
+        self._gcs_listens = False
+        self._guard: Optional[socket.socket] = None
         self.process: Optional[asyncio.subprocess.Process] = None
         self._log_from = os.path.getsize(log) if os.path.exists(log) else 0  # earlier tries wrote before it
         self.vital: Dict[
             str, Tuple[int, Optional[str]]
         ] = {}  # without these there is no node: name -> process
-        self.services: Dict[int, str] = {}  # port -> name, of what listens here
-        self.robbed = ""
+        self.services: Dict[int, str] = {}  # port -> name, of the ports that we hold for Ray
+        self.port_conflict = ""
         self.first: List[str] = []  # what fell before anything else did
         self.ended = asyncio.Event()  # set when the raylet or `ray start` is gone
 
     def environment(self, gcs: str) -> Dict[str, str]:
-        """Of `ray start`, and so of every worker."""
+        """Of `ray start`, and so of every worker. `gcs` is empty on a head, whose port is not known yet."""
         env = {key: value for key, value in os.environ.items() if key not in FOREIGN}
         env.update(self.config.get("env") or {})
         env.update(self.runtime.client_environment())
         env.update(
-            # Ray's own state API asks for it in a worker, too, and takes any Ray of the host without it
-            RAY_ADDRESS=gcs,
+            HELIOSTAT_RAY_REPORT=self._report,
             AUTOSCALER_METRIC_PORT=str(self.block.ports["autoscaler_metrics"]),
             DASHBOARD_METRIC_PORT=str(self.block.ports["dashboard_metrics"]),
             RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=str(self.config.get("drain_s", 20)),
@@ -100,6 +108,8 @@ class RayNode:
             RAY_enable_autoscaler_v2="1",
             RAY_USAGE_STATS_ENABLED="0",
         )
+        if gcs:  # workers inherit it: Ray's state API connects to any Ray of the host without it
+            env["RAY_ADDRESS"] = gcs
         below = self.temp.startswith(os.path.join(os.environ.get("TMPDIR") or "/", ""))
         if below or self.config.get("container"):
             # Ray's processes leave folders in /tmp when they are ended; there they go with ours. (Slurm always names one.)
@@ -110,10 +120,11 @@ class RayNode:
     def command(self, head: Optional[Dict[str, Any]]) -> List[str]:
         """argv of `ray start`; `head` is the head to join, None: this is the head."""
         port, want = self.block.ports, self.config["resources"]
-        argv = [*self.runtime.ray, "start", "--block", "--disable-usage-stats"]
+        argv = [self.runtime.python, os.path.join(self.temp, PROGRAM), "start", "--block", "--disable-usage-stats"]
         argv += ["--node-ip-address=" + self.ip]
         if head is None:
-            argv += ["--head", "--port=%d" % port["gcs"], "--ray-client-server-port=%d" % port["client"]]
+            argv += ["--head", "--port=%d" % port["gcs"]]
+            argv += ["--ray-client-server-port=%d" % port["client"]] if self.config["ports"].get("client") else []
             argv += ["--dashboard-host=127.0.0.1", "--dashboard-port=%d" % port["dashboard"]]
             # nothing scales this cluster, so nothing has to watch its demand
             argv += [] if self.config.get("monitor") else ["--no-monitor"]
@@ -146,8 +157,13 @@ class RayNode:
 
     async def start(self, head: Optional[Dict[str, Any]]) -> None:
         names = ON_EVERY_NODE + (ON_A_HEAD if head is None else ())
-        self.services = {self.block.ports[name]: name for name in names}
-        gcs = join(head["ip"], head["gcs"]) if head else join(self.ip, self.block.ports["gcs"])
+        names += ("client",) if head is None and self.config["ports"].get("client") else ()
+        self.services = {port: name for name, port in self.block.ports.items() if port and name in names}
+        gcs = join(head["ip"], head["gcs"]) if head else ""
+        program = pkgutil.get_data(__package__, PROGRAM)
+        files.write(os.path.join(self.temp, PROGRAM), (program or b"").decode())
+        if os.path.exists(self._report):
+            os.unlink(self._report)  # of an earlier attempt
         argv, env = self.runtime.wrap(self.command(head), self.environment(gcs))
         with open(self.log, "ab") as out:
             self.process = await asyncio.create_subprocess_exec(
@@ -161,7 +177,7 @@ class RayNode:
             )
 
     async def wait_ready(self, seconds: float) -> None:
-        """Returns when Ray's node table has this node. Raises RuntimeError with Ray's own words."""
+        """Returns when Ray's node table lists this node. Raises RuntimeError with the end of Ray's output."""
         assert self.process is not None
         exited = asyncio.ensure_future(self.process.wait())
         end = asyncio.get_running_loop().time() + seconds
@@ -175,13 +191,8 @@ class RayNode:
                 raise RuntimeError(
                     "`ray start` ended with code %s: %s" % (exited.result(), self.last_words())
                 )
-            try:
-                # the node's own dashboard agent asks the head whether this raylet is alive in the node table
-                answer = await http_get(self.ip, self.block.ports["agent_http"], "/api/local_raylet_healthz")
-                if answer[0] == 200:
-                    break
-            except (OSError, asyncio.TimeoutError):
-                pass
+            if await self._is_alive():
+                break
             if asyncio.get_running_loop().time() > end:
                 exited.cancel()
                 raise RuntimeError("Ray did not become alive within %d s: %s" % (seconds, self.last_words()))
@@ -190,23 +201,42 @@ class RayNode:
             name = os.path.basename(processes.executable(pid))
             if name in ("raylet", "gcs_server"):
                 self.vital[name] = (pid, processes.start_time(pid))
+        if "gcs_server" in self.vital:
+            # nodes that reconnect after the end of the GCS send the token to its port, so nobody else may have that port
+            self._guard = ports.duplicate_listener(self.vital["gcs_server"][0], self.ports["gcs"])
         self.watch = asyncio.ensure_future(self._watch(exited))
+
+    async def _is_alive(self) -> bool:
+        """Whether Ray's node table lists this node. Reads the ports from Ray's report on the way."""
+        report = files.read_json(self._report) or {}
+        self.ports.update({name: int(port) for name, port in report.items() if name in self.ports and port})
+        if report.get("gcs") and not self._gcs_listens:
+            self._gcs_listens = True
+            self.on_gcs(self.ports["gcs"])
+        if not report.get("alive"):
+            return False
+        try:
+            # the node's own dashboard agent asks the head whether this raylet is alive in the node table
+            answer = await http_get(self.ip, self.ports["agent_http"], "/api/local_raylet_healthz")
+        except (OSError, asyncio.TimeoutError):
+            return False
+        return answer[0] == 200
 
     async def _watch(self, exited: asyncio.Future[int]) -> None:
         """After a drain the raylet ends and `ray start --block` goes on for ever; and before it has come so far as to
         watch its children itself, it may wait half a minute for one that is gone."""
         late = asyncio.get_running_loop().time() + LATE_S
-        held = True
+        held = bool(self.services)
         while not exited.done() and not self.fallen():
             await asyncio.wait([exited], timeout=0.5)
             if held:
                 try:
                     held = not self.check_ports() and asyncio.get_running_loop().time() < late
                 except PortTaken as error:
-                    self.robbed = "" if self.fallen() else str(error)
+                    self.port_conflict = "" if self.fallen() else str(error)
                     break
                 if not held:
-                    self.block.hand_over()
+                    self.block.seal(ports.listeners(self.services))
         self.first = [] if exited.done() else self.fallen()
         self.ended.set()
 
@@ -214,11 +244,15 @@ class RayNode:
         return [name for name, process in self.vital.items() if not processes.alive(*process)]
 
     def check_ports(self) -> bool:
-        """Do all of Ray's services here listen by now? Raises PortTaken when somebody else does."""
-        for _ in range(5):  # one that ends while we look is no stranger: its sockets outlive its list of them
+        """Whether Ray listens on every port that we hold for it. Raises PortTaken when another process does."""
+        taken: List[int] = []
+        for _ in range(5):  # a process that is ending: its sockets are there longer than its list of them
             listening = ports.listeners(self.services)
-            ours = processes.sockets(processes.family([os.getppid()])) if listening else set()
-            taken = [port for port, inodes in listening.items() if not inodes <= ours]
+            try:
+                own = processes.sockets(processes.family([os.getppid()])) if listening else set()
+            except OSError:
+                return False  # it cannot be known now
+            taken = [p for p, found in listening.items() if not {one.inode for one in found} <= own]
             if not taken:
                 return len(listening) == len(self.services)
             time.sleep(0.05)
@@ -248,8 +282,8 @@ class RayNode:
 
     async def why(self) -> str:
         """Why Ray ended by itself. `ray start` finds out a little after us, and says which process fell."""
-        if self.robbed:
-            return self.robbed
+        if self.port_conflict:
+            return self.port_conflict
         if self.process is not None:
             try:
                 await asyncio.wait_for(self.process.wait(), 5)

@@ -40,8 +40,6 @@ class Own:
     def __init__(self, config: Json, temp: str) -> None:
         self.config, self.temp = config, temp
         self.python = sys.executable
-        beside = os.path.join(os.path.dirname(sys.executable), "ray")
-        self.ray = [beside if os.access(beside, os.X_OK) else shutil.which("ray") or "ray"]
         self.place = "the environment of %s" % sys.executable
 
     async def share(self) -> None:
@@ -90,8 +88,6 @@ class Staged(Own):
         self.stage: Json = config["stage"]
         self.home = os.path.join(temp, "venv")
         self.python = os.path.join(self.home, "bin", "python3")
-        # not by its first line: that names the Python of the original where we could not tell its path
-        self.ray = [self.python, os.path.join(self.home, "bin", "ray")]
         self.place = "the copy of %s" % self.stage["venv"]
         self.clean: List[str] = []  # the command that takes the broadcast copies away
 
@@ -164,12 +160,12 @@ def relocate(home: str, paths: List[str]) -> None:
 
 
 class Container(Own):
-    """Apptainer, or Singularity. The image has its own PATH, so commands inside are plain `ray` and `python3`."""
+    """Apptainer, or Singularity. The image has its own PATH, so commands inside are plain `python3`."""
 
     def __init__(self, config: Json, temp: str) -> None:
         super().__init__(config, temp)
         self.wanted: Json = config["container"]
-        self.python, self.ray = "python3", ["ray"]
+        self.python = "python3"
         self.place = "the image %s" % self.wanted["image"]
         self.program = ""
         self.gpus: List[str] = []

@@ -15,7 +15,7 @@ import sys
 import time
 from typing import Any, Dict, Optional
 
-from .idle import IdleClock, activity, last_jobs
+from .idle import Dashboard, IdleClock, activity, last_jobs
 
 Json = Dict[str, Any]
 AGAIN_S = 30.0
@@ -99,21 +99,23 @@ class Watch:
         """Why the cluster is to end now; None: it is not."""
         if self.limit and time.monotonic() - self.began > float(self.limit):
             return "its time of %d s is over" % float(self.limit)
+        # a container of the person's may run Ray as another user
         secret = self._read("token") if self.config.get("token") else ""
+        dashboard = Dashboard(self.port, secret, owned=False)
         job = self._read("job")
         try:
-            if job and await self._over(job, secret):
+            if job and await self._over(job, dashboard):
                 return "its command has ended"
             since, self.looked = self.looked, time.time()
-            self.clock.note(await activity(self.port, secret, since) is not None)
+            self.clock.note(await activity(dashboard, since) is not None)
             self.heard = time.monotonic()
         except (OSError, KeyError, TypeError, asyncio.TimeoutError):
             # we do not know, so nobody's work is ended, for a while
             self.clock.note(time.monotonic() - self.heard < SILENT_S)
         return "idle for %d s" % self.clock.seconds() if self.clock.is_over() else None
 
-    async def _over(self, job: str, secret: str) -> bool:
-        return any(one["id"] == job and one["status"] in OVER for one in await last_jobs(self.port, secret))
+    async def _over(self, job: str, dashboard: Dashboard) -> bool:
+        return any(one["id"] == job and one["status"] in OVER for one in await last_jobs(dashboard))
 
     def end(self, reason: str) -> None:
         """Until it is done: then this machine is gone, and we with it."""

@@ -15,7 +15,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from heliostat import relay
 from heliostat.backends.base import Handle, Observation, Order, Plan
 from heliostat.errors import HeliostatError, UsageError
 from heliostat.states import NodeState
@@ -238,7 +237,7 @@ class Batch:
         return []  # it is here already
 
     def reach(self, handle: Handle, host: Transport) -> Transport:
-        return ThroughHub(host, Path(handle.detail["folder"]))
+        return host
 
 
 def _once(handles: Sequence[Handle]) -> list[Handle]:
@@ -305,22 +304,3 @@ def through_agent(node: str, folder: str, argv: Sequence[str], host: Transport) 
     request = {"do": "exec", "node": node, "argv": list(argv), "answer": answer}
     words = ["sh", "-c", _THROUGH, "sh", folder, answer]
     return host.run(words, input=json.dumps(request).encode(), timeout=DAY_S)
-
-
-class ThroughHub:
-    """The head's machine as seen from a host that shares its folder: files and commands there, and the dashboard, which
-    listens on the head's loopback, through the hub of the head's agent."""
-
-    def __init__(self, host: Transport, folder: Path) -> None:
-        self.host, self.folder = host, folder
-        self.run, self.read = host.run, host.read
-
-    def forward(self, host: str, port: int) -> tuple[str, int]:
-        try:
-            place = json.loads(self.host.read(self.folder / "head.json"))
-        except ValueError:
-            raise HeliostatError(
-                "nobody knows where the head is", saw=str(self.folder / "head.json")
-            ) from None
-        secret = self.host.read(self.folder / "token").decode().strip() or str(place["id"])
-        return relay.forward(*self.host.forward(place["ip"], place["hub"]), secret)
