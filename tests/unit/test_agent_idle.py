@@ -102,14 +102,14 @@ def test_what_counts_as_activity(ray: tuple[int, dict[str, Any]], name: str) -> 
     port, answers = ray
     change, expected = ACTIVITY[name]
     answers.update(change)
-    assert asyncio.run(idle.activity(port, "t0ken")) == expected
+    assert asyncio.run(idle.activity(idle.Dashboard(port, "t0ken"))) == expected
 
 
 def test_what_began_and_ended_between_two_looks_counts(ray: tuple[int, dict[str, Any]]) -> None:
     port, answers = ray
     answers["/api/jobs/"] = [job("SUCCEEDED", end_time=50_000)]
-    assert asyncio.run(idle.activity(port, "t0ken", 49.0)) == "job j1"
-    assert asyncio.run(idle.activity(port, "t0ken", 51.0)) is None
+    assert asyncio.run(idle.activity(idle.Dashboard(port, "t0ken"), 49.0)) == "job j1"
+    assert asyncio.run(idle.activity(idle.Dashboard(port, "t0ken"), 51.0)) is None
 
 
 @pytest.mark.parametrize("path", QUIET)
@@ -120,13 +120,13 @@ def test_a_head_that_does_not_know_is_not_idle(
     port, answers = ray
     answers[path] = answer
     with pytest.raises(OSError):
-        asyncio.run(idle.activity(port, "t0ken"))
+        asyncio.run(idle.activity(idle.Dashboard(port, "t0ken")))
 
 
 def test_a_head_that_does_not_let_us_in_or_is_gone(ray: tuple[int, dict[str, Any]]) -> None:
     for port, token in ((ray[0], "wrong"), (1, "t0ken")):
         with pytest.raises(OSError):
-            asyncio.run(idle.activity(port, token))
+            asyncio.run(idle.activity(idle.Dashboard(port, token)))
 
 
 # -- the clock

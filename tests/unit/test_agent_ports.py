@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -19,7 +18,7 @@ LOW = 10008 + os.getpid() % 3 * 2560
 RACER = """
 import sys
 from heliostat.agent import ports
-window = (int(sys.argv[1]), int(sys.argv[2])) if len(sys.argv) > 1 else None
+window = (int(sys.argv[1]), int(sys.argv[2]))
 for line in sys.stdin:
     block = ports.take(window)
     print(*block.ports.values(), *(block.workers or ()), flush=True)
@@ -47,12 +46,14 @@ def bind(port: int, *, reuse: bool = False) -> bool:
     return True
 
 
-@pytest.mark.parametrize("window", [(), (str(LOW), str(LOW + 1039))])
-def test_two_processes_that_race_never_share_a_port(window: tuple[str, ...]) -> None:
+def test_two_processes_that_race_never_share_a_port() -> None:
     """Thirty rounds: both take a block in the same moment; in the window there is room for exactly two."""
     racers = [
         subprocess.Popen(
-            [sys.executable, "-c", RACER, *window], text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            [sys.executable, "-c", RACER, str(LOW), str(LOW + 1039)],
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
         )
         for _ in range(2)
     ]
@@ -77,32 +78,24 @@ def test_two_processes_that_race_never_share_a_port(window: tuple[str, ...]) -> 
             racer.communicate()
 
 
-def test_many_in_one_process_never_share_a_port(taken: list[ports.Block]) -> None:
-    taken += [ports.take() for _ in range(40)]
-    numbers = [port for block in taken for port in block.ports.values()]
-    assert len(numbers) == len(set(numbers)) == 40 * len(ports.SERVICES)
-
-
-def test_a_block_is_outside_the_ports_that_the_kernel_gives_out(taken: list[ports.Block]) -> None:
-    first = int(Path(ports._RANGE).read_text().split()[0])
+def test_without_a_window_the_kernel_chooses(taken: list[ports.Block]) -> None:
+    """A port that nobody knows before its service has it cannot be taken by anybody else."""
     taken.append(ports.take())
-    low, high = ports.DEFAULT
-    assert all(low <= port <= high and (port < first or first < low) for port in taken[0].ports.values())
-    assert taken[0].workers is None, "the kernel chooses for workers"
+    assert set(taken[0].ports.values()) == {0} and taken[0].workers is None
 
 
-@pytest.mark.parametrize(
-    ("ephemeral", "expected"),
-    [("32768\t60999", (20000, 32767)), ("25000 60999", (20000, 24999)), ("1024 65535", (20000, 32767)), ("junk", (20000, 32767))],
-)  # fmt: skip
-def test_the_default_range_keeps_clear_of_the_kernels(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ephemeral: str, expected: tuple[int, int]
-) -> None:
-    (tmp_path / "range").write_text(ephemeral + "\n")
-    monkeypatch.setattr(ports, "_RANGE", str(tmp_path / "range"))
-    assert ports._default() == expected
-    monkeypatch.setattr(ports, "_RANGE", str(tmp_path / "none"))
-    assert ports._default() == (20000, 32767)
+def test_the_port_for_ray_client_is_for_this_user_and_for_grpc(taken: list[ports.Block]) -> None:
+    taken += [ports.take(with_client=True) for _ in range(40)]
+    numbers = [block.ports["client"] for block in taken]
+    assert len(set(numbers)) == 40 and 0 not in numbers
+    for port in numbers:
+        assert not bind(port) and not bind(port, reuse=True)
+    with socket.socket() as server:  # as gRPC does
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        server.bind(("127.0.0.2", numbers[0]))
+        server.listen()
+        socket.create_connection(server.getsockname(), 5).close()
 
 
 def test_a_window_holds_the_workers_too(taken: list[ports.Block]) -> None:
@@ -110,7 +103,6 @@ def test_a_window_holds_the_workers_too(taken: list[ports.Block]) -> None:
     assert taken[0].ports["gcs"] == LOW and taken[0].workers == (LOW + 16, LOW + 511)
     taken.append(ports.take((LOW, LOW + 2419)))
     assert taken[1].ports["gcs"] == LOW + 520, "where the next unit begins: they share no lock"
-    assert ports.as_json(taken[0]) == {**taken[0].ports, "workers": [LOW + 16, LOW + 511]}
 
 
 def test_a_window_that_is_used_up(taken: list[ports.Block]) -> None:
@@ -152,13 +144,36 @@ def test_held_ports_are_for_ray_only(taken: list[ports.Block]) -> None:
         socket.create_connection(listener.getsockname(), 5).close()
 
 
-def test_handed_over_ports_are_free_for_others_but_not_for_agents(taken: list[ports.Block]) -> None:
+def test_sealed_ports_stay_closed_after_their_service(taken: list[ports.Block]) -> None:
+    """The service ends; nobody else can listen where its clients connect again."""
     taken.append(ports.take((LOW, LOW + 63)))
-    taken[0].hand_over()
-    assert all(map(bind, taken[0].ports.values()))
-    with pytest.raises(ports.NoPorts):
-        ports.take((LOW, LOW + 63))
-    taken[0].hand_over()  # once more does no harm
+    port = taken[0].ports["gcs"]
+    with socket.create_server(("127.0.0.1", port)):
+        taken[0].seal([port])
+    assert not bind(port, reuse=True) and bind(taken[0].ports["dashboard"], reuse=True)
+    taken.pop().close()
+    assert bind(port, reuse=True)
+
+
+LISTENER = """
+import socket, sys
+server = socket.create_server(("127.0.0.1", 0))
+print(server.getsockname()[1], flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_duplicate_keeps_the_port_after_the_end_of_its_process() -> None:
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", LISTENER], text=True, stdin=pipe, stdout=pipe) as process:
+        assert process.stdout
+        port = int(process.stdout.readline())
+        copy = ports.duplicate_listener(process.pid, port)
+        assert copy is not None and ports.duplicate_listener(process.pid, 1) is None
+        process.kill()
+    assert not bind(port, reuse=True)
+    copy.close()
+    assert bind(port, reuse=True) and ports.duplicate_listener(process.pid, port) is None
 
 
 def test_who_listens_where() -> None:
@@ -169,4 +184,6 @@ def test_who_listens_where() -> None:
         mine = [one.getsockname()[1], six.getsockname()[1]]
         found = ports.listeners([*mine, 1])
         assert set(found) == set(mine) and all(len(inodes) == 1 for inodes in found.values())
+        assert {one.uid for sockets in found.values() for one in sockets} == {os.getuid()}
+        assert all(map(ports.is_ours, mine)) and not ports.is_ours(1)
     assert ports.listeners(mine) == {}

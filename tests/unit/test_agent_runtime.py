@@ -269,10 +269,9 @@ def test_programs_name_the_copys_python(tmp_path: Path, before: str, after: str)
     assert Path(made.home, "bin", "binary").read_bytes() == b"\x7fELF /old/venv/bin/python3"
 
 
-def test_ray_and_python_are_the_copys(tmp_path: Path) -> None:
+def test_python_is_the_copys(tmp_path: Path) -> None:
     made = staged(tmp_path)
     assert made.python == f"{temp(tmp_path)}/venv/bin/python3"
-    assert made.ray == [made.python, f"{temp(tmp_path)}/venv/bin/ray"]
     env = made.client_environment()
     assert env["VIRTUAL_ENV"] == made.home and env["PATH"].startswith(f"{made.home}/bin:")
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from heliostat.agent import watch
+from heliostat.agent.idle import Dashboard
 
 PROVIDERS = """
 import json, os
@@ -50,13 +51,13 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What Ray's dashboard says: `busy` (an error: it is silent), and the jobs."""
     said: dict[str, Any] = {"busy": None, "jobs": [], "tokens": []}
 
-    async def activity(port: int, token: str, since: float) -> str | None:
-        said["tokens"].append(token)
+    async def activity(dashboard: Dashboard, since: float) -> str | None:
+        said["tokens"].append(dashboard.token)
         if isinstance(said["busy"], Exception):
             raise said["busy"]
         return str(said["busy"]) if said["busy"] else None
 
-    async def last_jobs(port: int, token: str) -> list[dict[str, Any]]:
+    async def last_jobs(dashboard: Dashboard) -> list[dict[str, Any]]:
         return list(said["jobs"])
 
     monkeypatch.setattr(watch, "activity", activity)

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import re
 import shlex
-import socket
 import subprocess
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 import pytest
 
-from heliostat import config, planning, relay
-from heliostat.agent import hub
+from heliostat import config, planning
 from heliostat.backends import _batch, _slurm_words, slurm
 from heliostat.backends.base import Handle, Observation, Order, Plan
 from heliostat.cli import join, native, run, up
@@ -506,101 +502,3 @@ def test_export_is_ours() -> None:
     with pytest.raises(HeliostatError, match="`--export` is set by Heliostat") as caught:
         planned(slurm={"extra": ["--export=NONE"]})
     assert caught.value.hint == "environment.env"
-
-
-# -- the way to the dashboard
-
-
-@pytest.fixture
-def dashboard() -> Iterator[int]:
-    """Answers every connection with what it said, in capitals, when it has said all."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def serve() -> None:
-            while True:
-                try:
-                    client, _ = server.accept()
-                except OSError:
-                    return
-                with client:
-                    heard = b""
-                    while chunk := client.recv(1 << 16):
-                        heard += chunk
-                    client.sendall(heard.upper())
-
-        threading.Thread(target=serve, daemon=True).start()
-        yield server.getsockname()[1]
-        server.shutdown(socket.SHUT_RDWR)
-
-
-@pytest.fixture
-def head(dashboard: int) -> Iterator[int]:
-    """The port of a hub whose secret is `right`, in a loop of its own."""
-    loop = asyncio.new_event_loop()
-    made = hub.Hub("right", lambda node, message: None, lambda node: None, relay_port=dashboard)
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
-    thread.start()
-    asyncio.run_coroutine_threadsafe(made.start("127.0.0.1", 0), loop).result(30)
-    assert made.server
-    yield made.server.sockets[0].getsockname()[1]  # type: ignore[attr-defined]
-    asyncio.run_coroutine_threadsafe(made.close(0), loop).result(30)
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join(30)
-
-
-def say(connection: socket.socket, words: bytes) -> bytes:
-    connection.settimeout(30)
-    sender = threading.Thread(target=lambda: (connection.sendall(words), connection.shutdown(socket.SHUT_WR)))
-    sender.start()
-    heard = b""
-    while chunk := connection.recv(1 << 16):
-        heard += chunk
-    sender.join(30)
-    return heard
-
-
-@pytest.mark.parametrize(
-    "words", [b"", b"hello\n", bytes(range(97, 123)) * 100_000], ids=["none", "few", "many"]
-)
-def test_bytes_go_both_ways_for_who_knows_the_secret(head: int, words: bytes) -> None:
-    host, port = relay.forward("127.0.0.1", head, "right")
-    assert host == "127.0.0.1" and relay.forward("127.0.0.1", head, "right") == (host, port)
-    for _ in range(2):
-        with socket.create_connection((host, port), timeout=30) as connection:
-            assert say(connection, words) == words.upper()
-
-
-@pytest.mark.parametrize("secret", ["wrong", "", "Right"])
-def test_who_does_not_know_the_secret_is_refused(head: int, secret: str) -> None:
-    with pytest.raises(OSError, match="hung up"):
-        relay.dial("127.0.0.1", head, secret, timeout=30)
-    with socket.create_connection(relay.forward("127.0.0.1", head, secret), timeout=30) as connection:
-        assert connection.recv(1) == b"", "not a byte comes through"
-
-
-def test_a_hub_of_another_cluster_is_refused() -> None:
-    """One that lets everybody in, but cannot prove that it knows our secret."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def serve() -> None:
-            client, _ = server.accept()
-            with client, client.makefile("rwb") as stream:
-                stream.write(b'{"challenge": "00"}\n')
-                stream.flush()
-                stream.readline()
-                stream.write(json.dumps({"proof": "0" * 64}).encode() + b"\n")
-                stream.flush()
-                assert stream.read() == b"", "it hears nothing more"
-
-        thread = threading.Thread(target=serve, daemon=True)
-        thread.start()
-        with pytest.raises(HeliostatError, match="another cluster answers"):
-            relay.dial("127.0.0.1", server.getsockname()[1], "right", timeout=30)
-        thread.join(30)
-        assert not thread.is_alive()
-
-
-def test_a_worker_cannot_come_in_as_a_client(head: int) -> None:
-    """The proofs of the two differ, so that one cannot be taken for the other."""
-    assert relay._proof("s", "client", "c") != hub.proof("s", "worker", "c", relay.NAME)
-    assert relay._proof("s", "client", "c") == hub.proof("s", "client", "c", relay.NAME)

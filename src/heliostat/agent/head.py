@@ -85,7 +85,10 @@ class Head(Node):
         self.learn(node, message)
         if not awaited:
             return {"gcs": self.gcs}
-        return {"gcs": self.gcs, "there": all(self.nodes.get(name, {}).get("state") == "READY" for name in awaited)}
+        return {
+            "gcs": self.gcs,
+            "there": all(self.nodes.get(name, {}).get("state") == "READY" for name in awaited),
+        }
 
     async def try_it(self, node: str, ip: str, port: int) -> None:
         """A worker asks whether we reach it."""

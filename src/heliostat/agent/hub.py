@@ -172,7 +172,14 @@ class Hub:
             node, self.writers[name] = name, writer
             while True:
                 send(writer, self.on_message(name, await receive(reader, self.silent_s)) or {})
-        except (OSError, EOFError, ValueError, asyncio.TimeoutError, asyncio.LimitOverrunError, asyncio.CancelledError):
+        except (
+            OSError,
+            EOFError,
+            ValueError,
+            asyncio.TimeoutError,
+            asyncio.LimitOverrunError,
+            asyncio.CancelledError,
+        ):
             pass
         finally:
             if self.waiting.open.pop(writer, None) is not None:

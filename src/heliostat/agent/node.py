@@ -256,7 +256,9 @@ class Node:
         for attempt in range(3):
             head = await self.meet_head()  # first: in a narrow range the head's ports come before ours
             try:
-                self.block = ports.take(tuple(window) if window else None, bool(self.config["ports"].get("client")))
+                self.block = ports.take(
+                    tuple(window) if window else None, bool(self.config["ports"].get("client"))
+                )
             except ports.NoPorts as error:
                 raise Refused(str(error)) from None
             self.info.update(ip=self.ip, resources=self.config["resources"])

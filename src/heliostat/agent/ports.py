@@ -22,7 +22,9 @@ SERVICES = (
 )  # fmt: skip
 _PIDFD_GETFD = 438  # the number of the system call, on every architecture
 UNIT = 16  # ports of a block that are not the workers'
-LOCK = UNIT - 1  # the port of a block on which its agent listens, so that no other user's agent takes the block
+LOCK = (
+    UNIT - 1
+)  # the port of a block on which its agent listens, so that no other user's agent takes the block
 
 
 class NoPorts(Exception):

@@ -62,7 +62,9 @@ def wait_until_owned(process: Any, port: int, seconds: float = GCS_START_S) -> N
         if mine:
             return
         if process.poll() is not None:
-            raise RuntimeError("the GCS ended with code %s before it listened on its port" % process.returncode)
+            raise RuntimeError(
+                "the GCS ended with code %s before it listened on its port" % process.returncode
+            )
         if time.monotonic() > deadline:
             raise RuntimeError("the GCS did not listen on its port within %d s" % seconds)
         time.sleep(0.005)

@@ -120,11 +120,19 @@ class RayNode:
     def command(self, head: Optional[Dict[str, Any]]) -> List[str]:
         """argv of `ray start`; `head` is the head to join, None: this is the head."""
         port, want = self.block.ports, self.config["resources"]
-        argv = [self.runtime.python, os.path.join(self.temp, PROGRAM), "start", "--block", "--disable-usage-stats"]
+        argv = [
+            self.runtime.python,
+            os.path.join(self.temp, PROGRAM),
+            "start",
+            "--block",
+            "--disable-usage-stats",
+        ]
         argv += ["--node-ip-address=" + self.ip]
         if head is None:
             argv += ["--head", "--port=%d" % port["gcs"]]
-            argv += ["--ray-client-server-port=%d" % port["client"]] if self.config["ports"].get("client") else []
+            argv += (
+                ["--ray-client-server-port=%d" % port["client"]] if self.config["ports"].get("client") else []
+            )
             argv += ["--dashboard-host=127.0.0.1", "--dashboard-port=%d" % port["dashboard"]]
             # nothing scales this cluster, so nothing has to watch its demand
             argv += [] if self.config.get("monitor") else ["--no-monitor"]
