@@ -224,36 +224,35 @@ def commands() -> Iterator[Callable[..., Command]]:
 # --- environments
 
 
-def make_venv(folder: Path, ray: str | None = None, program: str | None = None) -> Path:
-    """A virtual environment with nothing in it but, as far as anybody can see from outside, this version of Ray."""
+def make_venv(folder: Path, ray: str | None = None, package: dict[str, str] | None = None) -> Path:
+    """A virtual environment with nothing in it but, as far as anybody can see from outside, this version of Ray.
+
+    `package`: files of its site-packages."""
     subprocess.run(
         [sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=PATIENCE_S
     )
+    (site,) = folder.glob("lib/python*/site-packages")
     if ray:
-        (site,) = folder.glob("lib/python*/site-packages")
         (site / f"ray-{ray}.dist-info").mkdir()
-    if program:
-        path = folder / "bin" / "ray"
-        # as pip writes it, for a path with a space in it too
-        path.write_text(f"#!/bin/sh\n'''exec' '{folder}/bin/python3' \"$0\" \"$@\"\n' '''\n{program}")
-        path.chmod(0o755)
+    for name, text in (package or {}).items():
+        (site / name).parent.mkdir(parents=True, exist_ok=True)
+        (site / name).write_text(text)
     return folder
 
 
-# `ray start` as our agent sees it, without the seconds: it says that its node is alive as soon as the gate is open.
-FAKE_RAY = """
-import os, socket, sys, time
+# What `ray start` does as our agent sees it, without the seconds: its node is alive as soon as the gate is open.
+FAKE_SERVICES = """
+import os, socket, types
+
+def start_gcs_server(*args, node_ip_address, gcs_server_port, **more):
+    listener = socket.create_server((node_ip_address, gcs_server_port))  # workers come when it listens
+    process = types.SimpleNamespace(pid=os.getpid(), poll=lambda: None, listener=listener)
+    return types.SimpleNamespace(process=process)
+"""
+FAKE_NODE = """
+import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
-
-options = dict(word.partition("=")[::2] for word in sys.argv)
-while os.environ.get("GATE") and not os.path.exists(os.environ["GATE"]):
-    time.sleep(0.02)
-
-
-slow = os.environ.get("SLOW")
-if slow and not os.path.exists(slow):  # as Ray 2.60 says it
-    open(slow, "w").close()
-    sys.exit("Exception: The current node timed out during startup. This could happen because the raylet failed to startup")
+import ray._private.services as services
 
 
 class Yes(BaseHTTPRequestHandler):
@@ -265,11 +264,50 @@ class Yes(BaseHTTPRequestHandler):
         pass
 
 
-if "--port" in options:  # a head: workers come when it listens
-    gcs = socket.create_server((options["--node-ip-address"], int(options["--port"])))
-place = (options["--node-ip-address"], int(options["--dashboard-agent-listen-port"]))
-HTTPServer(place, Yes).serve_forever()
+class Node:
+    node_manager_port = runtime_env_agent_port = metrics_agent_port = metrics_export_port = 0
+
+    def __init__(self, ray_params, head=False):
+        self.params, self.gcs_address, self.address_info = ray_params, ray_params.address, {"webui_url": None}
+        if head:
+            self.start_gcs_server()
+        self.server = HTTPServer((ray_params.ip, ray_params.agent), Yes)
+        self.dashboard_agent_listen_port = self.server.server_port
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def start_gcs_server(self):
+        info = services.start_gcs_server(node_ip_address=self.params.ip, gcs_server_port=self.params.port)
+        self.gcs_address = "%s:%d" % (self.params.ip, info.process.listener.getsockname()[1])
 """
+FAKE_SCRIPTS = """
+import os, sys, threading, time, types
+
+
+def main():
+    from ray._private.node import Node
+
+    options = dict(word.partition("=")[::2] for word in sys.argv)
+    while os.environ.get("GATE") and not os.path.exists(os.environ["GATE"]):
+        time.sleep(0.02)
+    slow = os.environ.get("SLOW")
+    if slow and not os.path.exists(slow):  # as Ray 2.60 says it
+        open(slow, "w").close()
+        sys.exit("Exception: The current node timed out during startup. This could happen because the raylet failed to startup")
+    params = types.SimpleNamespace(
+        ip=options["--node-ip-address"], port=int(options.get("--port", 0)), address=options.get("--address"),
+        agent=int(options["--dashboard-agent-listen-port"]), ray_client_server_port=10001,
+    )
+    Node(params, head="--head" in options)
+    threading.Event().wait()
+"""
+FAKE_RAY = {
+    "ray/__init__.py": "",
+    "ray/_private/__init__.py": "",
+    "ray/_private/services.py": FAKE_SERVICES,
+    "ray/_private/node.py": FAKE_NODE,
+    "ray/scripts/__init__.py": "",
+    "ray/scripts/scripts.py": FAKE_SCRIPTS,
+}
 
 
 def fake_ray(folder: Path, version: str = "2.60.0") -> Path:

@@ -221,7 +221,6 @@ def at_their_ports(folder: Path, node: Node) -> None:
     assert env["USER_PORT_OFFSET"] == OFFSET
     services = (
         "gcs",
-        "client",
         "dashboard",
         "node_manager",
         "object_manager",
@@ -270,28 +269,28 @@ def test_ctrl_c_while_ray_starts(home: Path) -> None:
 
 # --- ports
 
+# loaded by every Python of the environment; what it does is for the one that runs `ray start`
 THIEF = """
 import os, pathlib, sys, time
-place = pathlib.Path(os.environ["PLACE"])
-tries = sorted(place.glob("try-*"))
-robbed = {0: "--dashboard-port", 1: "--dashboard-agent-listen-port"}.get(len(tries))
-mine = place / f"try-{len(tries)}"
-options = dict(word.partition("=")[::2] for word in sys.argv)
-mine.with_suffix(".new").write_text(options[robbed] if robbed else "0")
-mine.with_suffix(".new").rename(mine)
-while robbed and not (place / f"taken-{len(tries)}").exists():
-    time.sleep(0.02)
-os.execv(os.environ["RAY"], ["ray", *sys.argv[1:]])
+if any(word.endswith("ray_start.py") for word in sys.orig_argv):
+    place = pathlib.Path(os.environ["PLACE"])
+    tries = sorted(place.glob("try-*"))
+    taken = {0: "--dashboard-port", 1: "--dashboard-agent-listen-port"}.get(len(tries))
+    mine = place / f"try-{len(tries)}"
+    options = dict(word.partition("=")[::2] for word in sys.orig_argv)
+    mine.with_suffix(".new").write_text(options[taken] if taken else "0")
+    mine.with_suffix(".new").rename(mine)
+    while taken and not (place / f"taken-{len(tries)}").exists():
+        time.sleep(0.02)
 """
 
 
 def test_ports_are_taken_in_the_last_moment(home: Path, tmp_path: Path) -> None:
-    """Twice, by a program that is not ours, when Ray is about to bind them: other blocks are taken."""
-    venv = make_venv(tmp_path / "v", program=THIEF)
-    (site,) = venv.glob("lib/python*/site-packages")
-    (site / "here.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
-    ray = str(Path(sys.executable).with_name("ray"))
-    up = Command("up", "--name", "robbed", *ASK, "--venv", venv, PLACE=str(tmp_path), RAY=ray)
+    """Of a range that the user named, twice, by a program that is not ours, when Ray is about to bind them: other blocks
+    are taken."""
+    paths = "\n".join(path for path in sys.path if path.endswith("site-packages"))
+    venv = make_venv(tmp_path / "v", package={"sitecustomize.py": THIEF, "here.pth": paths})
+    up = Command("up", "--name", "robbed", *ASK, "--venv", venv, "--port-offset", OFFSET, PLACE=str(tmp_path))
     taken = []
     for number in range(2):
         place = tmp_path / f"try-{number}"

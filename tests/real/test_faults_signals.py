@@ -109,7 +109,7 @@ def test_while_ray_starts(home: Path, tmp_path: Path, start: Start, venv: str, v
     one = start(*VERBS[verb], "--nodes", 2, "--venv", venv, *COMMAND[verb], GATE=str(tmp_path / "never"))
     until(lambda: node_state(home) == "STARTING" and (folder_of(home) / "head.json").exists(), "a start")
     node = Node(home, "lab", "head")
-    until(lambda: any("ray start" in line for line in node.processes().values()), "`ray start`")
+    until(lambda: any("ray_start.py start" in line for line in node.processes().values()), "`ray start`")
     one.send(signal.SIGINT)
     released(home, one.end())
     node.gone()

@@ -268,8 +268,7 @@ class Node:
                 await self.prepare(self.block)
                 await self.ray.start(head)
                 await self.ray.wait_ready(float(self.config.get("start_timeout_s", START_S)))
-                workers = list(self.block.workers) if self.block.workers else None
-                self.info["ports"] = {**self.ray.ports, "hub": self.info.get("hub", 0), "workers": workers}
+                self.info["ports"] = self.known_ports()
                 self.ray.show_logs(self.logs)
                 return
             except (RuntimeError, OSError) as error:
@@ -280,6 +279,13 @@ class Node:
                 if attempt == 2 or self.stopping.is_set() or not again:
                     raise Refused(str(error)) from None
                 self.block.close()
+
+    def known_ports(self) -> Json:
+        """Those that are known: the kernel has chosen others, of which Ray tells nobody."""
+        assert self.ray and self.block
+        known = {**self.ray.ports, "hub": self.info.get("hub", 0)}
+        workers = {"workers": list(self.block.workers)} if self.block.workers else {}
+        return {**{name: port for name, port in known.items() if port}, **workers}
 
     async def unless_stopped(self, work: asyncio.Future[Any]) -> bool:
         """Waits for the work; False when we are told to end first (the work is then given up)."""

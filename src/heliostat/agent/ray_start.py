@@ -82,6 +82,7 @@ def install(report_path: str, with_client: bool) -> None:
     import ray._private.services as services
     from ray._private.node import Node
 
+    report: Dict[str, Any] = {}
     start_gcs_server, start_node, start_head = services.start_gcs_server, Node.__init__, Node.start_gcs_server
 
     def start_owned_gcs_server(*args: Any, **kwargs: Any) -> Any:
@@ -93,13 +94,17 @@ def install(report_path: str, with_client: bool) -> None:
         start_head(node)
         # for the raylet and its workers: Ray's state API connects to any Ray of the host without it
         os.environ["RAY_ADDRESS"] = node.gcs_address
-        write_report(report_path, {"gcs": port_of(node.gcs_address)})
+        report["gcs"] = port_of(node.gcs_address)
+        write_report(report_path, report)
 
     def start_node_and_report(node: Any, ray_params: Any, *args: Any, **kwargs: Any) -> None:
         if not with_client:
             ray_params.ray_client_server_port = None
         start_node(node, ray_params, *args, **kwargs)
-        write_report(report_path, ports_of(node))
+        if "gcs" in report:
+            report["dashboard"] = port_of(node.address_info.get("webui_url"))
+        report.update(ports_of(node), alive=True)
+        write_report(report_path, report)
 
     services.start_gcs_server = start_owned_gcs_server
     Node.start_gcs_server = start_gcs_and_report
@@ -112,14 +117,11 @@ def port_of(address: str) -> int:
 
 def ports_of(node: Any) -> Dict[str, Any]:
     return {
-        "gcs": port_of(node.gcs_address),
-        "dashboard": port_of(node.address_info.get("webui_url")),
         "node_manager": node.node_manager_port,
         "runtime_env_agent": node.runtime_env_agent_port,
         "agent_http": node.dashboard_agent_listen_port,
         "agent_grpc": node.metrics_agent_port,
         "metrics": node.metrics_export_port,
-        "alive": True,
     }
 
 
