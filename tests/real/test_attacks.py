@@ -1,0 +1,215 @@
+"""Another user of the same host attacks a cluster through its ports. The attacker is a real user without rights.
+
+docs/security.md lists every attack with its test.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import pwd
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from heliostat import relay
+from heliostat.agent import hub
+from heliostat.rayapi import NoAnswer, RayApi
+from real.faults import Node
+from shared import COMMAND, PATIENCE_S, document, heliostat, until
+
+pytestmark = [pytest.mark.needs_ray, pytest.mark.needs_linux, pytest.mark.needs_two_users]
+ASK = ("--cpus-per-node", 1, "--object-store", "100M")
+OFFSET = 9200
+
+
+class Attacker:
+    """One program of `attacker.py`, as another user. `said`: its lines so far."""
+
+    def __init__(self, uid: int, *words: object) -> None:
+        program = Path(__file__).parents[1] / "attacker.py"
+        argv = [sys.executable, str(program), str(uid), *map(str, words)]
+        self.process = subprocess.Popen(argv, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True)
+        self.said: list[dict[str, Any]] = []
+        self.thread = threading.Thread(target=self._read, daemon=True)
+        self.thread.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout
+        for line in self.process.stdout:
+            self.said.append(json.loads(line))
+
+    def says(self, key: str) -> Any:
+        return until(lambda: [line for line in self.said if key in line], f"the attacker's `{key}`")[0][key]
+
+    def received(self) -> str:
+        return "".join(line["received"] for line in self.said if "received" in line)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait(PATIENCE_S)
+        self.thread.join(PATIENCE_S)
+
+
+@pytest.fixture(scope="module")
+def uid() -> Iterator[int]:
+    name = f"hs-evil-{os.getpid()}"
+    subprocess.run(["useradd", "--no-create-home", name], check=True)
+    yield pwd.getpwnam(name).pw_uid
+    subprocess.run(["userdel", name], check=True)
+
+
+@pytest.fixture
+def attack(uid: int) -> Iterator[Callable[..., Attacker]]:
+    started: list[Attacker] = []
+
+    def start(*words: object) -> Attacker:
+        started.append(Attacker(uid, *words))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.end()
+
+
+def token_of(home: Path, cluster: str) -> str:
+    return (home / "clusters" / cluster / "token").read_text().strip()
+
+
+@contextlib.contextmanager
+def cluster(*words: object, **env: str) -> Iterator[None]:
+    heliostat("up", "--name", "lab", *ASK, *words, **env)
+    try:
+        yield
+    finally:
+        heliostat("down", "lab")
+
+
+@pytest.mark.parametrize("words", [(), ("--port-offset", OFFSET)], ids=["any port", "fixed ports"])
+def test_a_port_is_taken_before_its_service_listens(
+    home: Path, attack: Callable[..., Attacker], words: tuple[object, ...]
+) -> None:
+    """Whatever port a command line of Ray names, the attacker listens there first, and lets go after a moment: that way
+    the GCS still starts, and `up` succeeds. Whoever connects meanwhile sends its token."""
+    sniper = attack("snipe", "ray", 0.15)
+    sniper.says("ready")
+    with cluster(*words):
+        token = token_of(home, "lab")
+        assert "hello\n" in heliostat("submit", "lab", "--wait", "--", "echo", "hello").stdout
+    assert words == () or sniper.says("listens"), "there was something to take"
+    assert token not in sniper.received() and "earer" not in sniper.received()
+
+
+def test_the_port_of_a_gcs_that_was_killed(home: Path, attack: Callable[..., Attacker]) -> None:
+    """The worker's raylet connects again, with its token."""
+    heliostat("up", "--name", "lab", "--nodes", 2, *ASK)
+    token = token_of(home, "lab")
+    head, worker = Node(home, "lab", "head"), Node(home, "lab", "w1")
+    heir = attack("inherit", head.ports["gcs"])
+    heir.says("ready")
+    head.kill(head.pid_of("gcs_server"))
+    for node in (head, worker):  # after that the port is anybody's, and nobody connects to it any more
+        until(lambda node=node: not node.processes(), f"the end of {node.name}")  # type: ignore[misc]
+    assert document("status", "lab")["state"] == "failed"
+    heliostat("down", "lab")
+    assert token not in heir.received() and "earer" not in heir.received()
+
+
+def test_a_flood_of_connections(home: Path, attack: Callable[..., Attacker]) -> None:
+    """More than the agent may have open. The cluster and its job go on."""
+    argv = ["prlimit", "--nofile=2048:2048", COMMAND, "up", "--name", "lab", "--nodes", 2, *ASK]
+    subprocess.run([*map(str, argv)], check=True, timeout=PATIENCE_S)
+    try:
+        job = heliostat("submit", "lab", "--", "sleep", 1000).stdout.strip()
+        connection = json.loads((home / "clusters" / "lab" / "connection.json").read_text())
+        place = connection["hub"]
+        for _ in range(3):
+            assert attack("flood", place["ip"], place["port"], 3000).says("open")
+            time.sleep(2)
+            status = document("status", "lab")
+            assert (status["state"], [node["state"] for node in status["nodes"]]) == (
+                "ready",
+                ["READY", "READY"],
+            )
+        assert "more\n" in heliostat("submit", "lab", "--wait", "--", "echo", "more").stdout
+        (found,) = [one for one in document("jobs", "lab")["jobs"] if one["id"] == job]
+        assert found["status"] == "RUNNING"
+    finally:
+        heliostat("down", "lab")
+
+
+def test_a_stranger_cannot_fill_the_log(home: Path, attack: Callable[..., Attacker]) -> None:
+    with cluster():
+        connection = json.loads((home / "clusters" / "lab" / "connection.json").read_text())
+        logs = home / "clusters" / "lab" / "logs"
+        before = sum(path.stat().st_size for path in logs.rglob("agent*"))
+        attack("talk", connection["hub"]["ip"], connection["hub"]["port"], 3000).says("sent")
+        written = "".join(path.read_text() for path in logs.rglob("agent*"))
+        assert "Traceback" not in written and len(written) - before < 2000, written[:5000]
+        assert document("status", "lab")["state"] == "ready"
+
+
+def test_names_of_sockets_that_somebody_else_has_taken(attack: Callable[..., Attacker]) -> None:
+    """The locks of ports are abstract sockets, whose names anybody may take."""
+    first, last = (20000 + OFFSET) // 16, (20000 + OFFSET + 2420) // 16
+    assert attack("name_sockets", "heliostat-ports-", first, last).says("open") == last - first + 1
+    with cluster("--port-offset", OFFSET):
+        assert document("status", "lab")["state"] == "ready"
+
+
+def test_a_dashboard_of_another_user_gets_no_token(attack: Callable[..., Attacker]) -> None:
+    """The dashboard has ended, and somebody else listens on its port: the hub sends nothing there."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    thief = attack("inherit", port)
+    assert thief.says("listens") == port
+    loop = asyncio.new_event_loop()
+    head = hub.Hub("secret", lambda node, message: None, lambda node: None, token="the-token")
+    head.dashboard = port
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    try:
+        hub_port = asyncio.run_coroutine_threadsafe(head.start("127.0.0.1", 0), loop).result(PATIENCE_S)
+        dial = relay.dialer(lambda *place: place, {"ip": "127.0.0.1", "port": hub_port}, "secret")
+        with pytest.raises(NoAnswer):
+            RayApi("127.0.0.1", hub_port, None, dial=dial).jobs()
+    finally:
+        asyncio.run_coroutine_threadsafe(head.close(0), loop).result(PATIENCE_S)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(PATIENCE_S)
+    assert thief.received() == ""
+
+
+CLIENT = """
+import ray, sys
+ray.init("ray://" + sys.argv[1], logging_level="ERROR")
+print(ray.get(ray.remote(lambda: 6 * 7).remote()))
+"""
+
+
+def test_ray_client_only_where_it_is_asked_for(home: Path, tmp_path: Path) -> None:
+    """Its server hands each client to a server of its own on a port of loopback that somebody else may take first."""
+    (tmp_path / "client.yaml").write_text("network: {ray_client: true}\n")
+    (tmp_path / "client.py").write_text(CLIENT)
+    folder = home / "clusters" / "lab"
+    with cluster(tmp_path / "client.yaml"):
+        connection = json.loads((folder / "connection.json").read_text())
+        address = f"{connection['env']['HEAD_IP']}:{connection['client_port']}"
+        env = {**os.environ, **{key: str(value) for key, value in connection["env"].items()}}
+        done = subprocess.run(
+            [sys.executable, str(tmp_path / "client.py"), address],
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+        )
+        assert done.stdout == "42\n", done.stderr
