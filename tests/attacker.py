@@ -87,14 +87,17 @@ class Listeners:
                 one.close()
 
 
-def snipe(marker: str, hold: str) -> None:
-    """Listens on every port that appears in a command line with this marker, as soon as it appears."""
+def snipe(program: str, directory: str, hold: str) -> None:
+    """Listens on every port that the command line of this program names, as soon as it appears. `directory`: the victim's;
+    other tests run beside this one."""
     seen: set[int] = set()
     listeners = Listeners(float(hold))
     say(ready=True)
     while True:
         for line in command_lines():
-            for port in map(int, re.findall(r"port[=-](\d+)", line)) if marker in line else ():
+            for port in (
+                map(int, re.findall(r"port[=-](\d+)", line)) if program in line and directory in line else ()
+            ):
                 if port and port not in seen and listeners.add(port):
                     seen.add(port)
         listeners.serve(0.002)
@@ -157,11 +160,12 @@ def name_sockets(prefix: str, first: str, last: str) -> None:
     """Takes the names of abstract sockets."""
     kept = []
     for number in range(int(first), int(last) + 1):
-        one = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        one.bind(f"\0{prefix}{number}")
-        if number % 2:
-            one.listen(8)
-        kept.append(one)
+        for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM, socket.SOCK_SEQPACKET):
+            one = socket.socket(socket.AF_UNIX, kind)
+            one.bind(f"\0{prefix}{number}")
+            if number % 2 and kind != socket.SOCK_DGRAM:
+                one.listen(8)
+            kept.append(one)
     say(open=len(kept))
     time.sleep(1e6)
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import io
 import json
 import resource
 from collections.abc import Callable
 from typing import Any
 
+import hypothesis
 import pytest
+from hypothesis import strategies
 
 from heliostat.agent import hub
 
@@ -183,6 +187,81 @@ def test_noise_does_no_harm(junk: bytes) -> None:
         Worker(place)
         await until(lambda: head.states("w1"), "the head goes on")
         assert head.lost == []
+
+    run(story)
+
+
+JSON = strategies.recursive(
+    strategies.none() | strategies.booleans() | strategies.floats() | strategies.text(max_size=20),
+    lambda inner: (
+        strategies.lists(inner, max_size=3) | strategies.dictionaries(strategies.text(max_size=9), inner)
+    ),
+    max_leaves=8,
+)
+HELLO = strategies.fixed_dictionaries(
+    {}, optional=dict.fromkeys(("node", "proof", "challenge", "relay"), JSON)
+)
+LINES = strategies.binary(max_size=300) | (JSON | HELLO).map(lambda value: json.dumps(value).encode())
+
+
+@hypothesis.settings(max_examples=60)
+@hypothesis.given(strategies.lists(strategies.lists(LINES, max_size=4), min_size=1, max_size=20))
+def test_whatever_strangers_send(conversations: list[list[bytes]]) -> None:
+    """Nothing is let in, nothing is logged but one line a minute, and the cluster goes on."""
+    problems: list[dict[str, Any]] = []
+
+    async def stranger(place: dict[str, Any], lines: list[bytes]) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", place["hub"])
+        try:
+            writer.write(b"\n".join([*lines, b""]))
+            writer.write_eof()
+            await asyncio.wait_for(reader.read(), PATIENCE_S)
+        except OSError:
+            pass
+        finally:
+            writer.close()
+
+    async def story() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: problems.append(context))
+        head = Head()
+        place = await head.start()
+        worker = Worker(place)
+        await asyncio.gather(*(stranger(place, lines) for lines in conversations))
+        await until(lambda: head.states("w1") and worker.link.writer, "the worker is there")
+        await until(lambda: not head.hub.waiting.open, "the strangers are gone")
+        assert {name for name, _ in head.heard} == {"w1"} and head.lost == []
+
+    with contextlib.redirect_stderr(io.StringIO()) as log:
+        run(story)
+    assert not problems and log.getvalue().count("\n") <= 1
+
+
+def test_those_without_a_proof_make_room_for_new_ones() -> None:
+    """Old connections are closed when there are too many, of one address and in all; who proves itself stays."""
+
+    async def story() -> None:
+        head = Head()
+        place = await head.start()
+        head.hub.waiting.total, head.hub.waiting.per_address = 10, 6
+        silent = [
+            await asyncio.open_connection(
+                "127.0.0.1", place["hub"], local_addr=(f"127.0.0.{2 + number % 4}", 0)
+            )
+            for number in range(40)
+        ]
+        await until(lambda: len(head.hub.waiting.open) <= 10, "the oldest are closed")
+        worker = Worker(place)
+        await until(lambda: head.states("w1") and worker.link.writer, "the worker is let in")
+        silent += [await asyncio.open_connection("127.0.0.1", place["hub"]) for _ in range(40)]
+        await until(
+            lambda: list(head.hub.waiting.open.values()).count("127.0.0.1") <= 6, "of one address too"
+        )
+        worker.state = "READY"
+        worker.link.say()
+        await until(lambda: head.states("w1")[-1] == "READY", "the worker has its place")
+        assert head.lost == [] and head.hub.waiting.refused >= 60
+        for _, writer in silent:
+            writer.close()
 
     run(story)
 

@@ -20,6 +20,8 @@ SERVICES = (
     "gcs", "client", "dashboard", "node_manager", "object_manager", "runtime_env_agent", "agent_http", "agent_grpc",
     "metrics", "autoscaler_metrics", "dashboard_metrics", "hub",
 )  # fmt: skip
+# Ray connects to these, with its token, before they listen: nobody may know their ports, not even in a named range
+KERNEL_CHOOSES = ("runtime_env_agent", "agent_grpc")
 _PIDFD_GETFD = 438  # the number of the system call, on every architecture
 UNIT = 16  # ports of a block that are not the workers'
 LOCK = (
@@ -47,8 +49,10 @@ class Block:
                 self._locks.append(_listen(first + LOCK))
                 self.ports = {name: first + i for i, name in enumerate(SERVICES)}
                 self.workers = (first + UNIT, last)
-                for port in self.ports.values():
-                    self._held[port] = _hold(port)
+                self.ports.update(dict.fromkeys(KERNEL_CHOOSES, 0))
+                for name, port in self.ports.items():
+                    if port:
+                        self._held[port] = _hold(port, name == "client")
             elif with_client:
                 self.ports["client"] = self._hold_for_this_user()
         except OSError:
@@ -68,6 +72,7 @@ class Block:
         for port in ports:
             if port in self._held:
                 self._held[port].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+                self._held[port].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 0)
 
     def close(self) -> None:
         for held in [*self._held.values(), *self._locks]:
@@ -184,11 +189,13 @@ def _lock(unit: int) -> List[socket.socket]:
     return []
 
 
-def _hold(port: int) -> socket.socket:
-    """Ray, which sets SO_REUSEADDR too, can bind the port beside us. A program that does not set it cannot."""
+def _hold(port: int, only_this_user: bool = False) -> socket.socket:
+    """A service that sets the same option can bind the port beside us. A program that does not set it cannot.
+
+    Ray's services set SO_REUSEADDR. gRPC in Python sets SO_REUSEPORT, which works among processes of one user only."""
     held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT if only_this_user else socket.SO_REUSEADDR, 1)
         held.bind(("0.0.0.0", port))
     except OSError:
         held.close()
