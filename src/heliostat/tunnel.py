@@ -127,8 +127,8 @@ class DashboardProxy:
         try:
             writer.write(await self._respond(reader, writer))
             await asyncio.wait_for(_linger(reader, writer), _LINGER_S)
-        except (OSError, asyncio.TimeoutError):
-            pass  # the browser went away, or does not: either way this connection is over
+        except (OSError, asyncio.TimeoutError, asyncio.CancelledError):
+            pass  # the browser went away or stays too long, or `close` was called: the connection is over
         finally:
             self._clients.discard(task)
             writer.close()

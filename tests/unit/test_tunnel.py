@@ -567,7 +567,7 @@ def test_a_taken_port_is_an_error_with_its_number(site: Site) -> None:
     second.close()
 
 
-def test_close_ends_connections_and_frees_the_port(site: Site) -> None:
+def test_close_ends_connections_and_frees_the_port(site: Site, caplog: pytest.LogCaptureFixture) -> None:
     site.log_in()
     with site.connect() as client, site.connect() as silent:
         client.sendall(site.head("/ws", "Connection: Upgrade", "Upgrade: websocket"))
@@ -575,6 +575,7 @@ def test_close_ends_connections_and_frees_the_port(site: Site) -> None:
         site.proxy.close()
         read_all(client)
         assert read_all(silent) == b""
+    assert caplog.text == ""  # it would be on the terminal after Ctrl-C
     with pytest.raises(ConnectionRefusedError):
         site.connect()
     site.proxy.close()
