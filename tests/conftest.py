@@ -7,6 +7,7 @@ import importlib.util
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -55,6 +56,20 @@ def _programs(*names: str) -> str | None:
     return f"not on PATH: {', '.join(missing)}" if missing else None
 
 
+def _chromium() -> str | None:
+    if importlib.util.find_spec("playwright") is None:
+        return "playwright cannot be imported"
+    return _programs("chromium")
+
+
+def _ipv6() -> str | None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError as error:
+        return f"no ::1: {error}"
+    return None
+
+
 def _tmpfs() -> str | None:
     if reason := _linux() or _root() or _programs("mount", "umount"):
         return reason
@@ -74,10 +89,16 @@ PARTIES: dict[str, tuple[str, Callable[[], str | None]]] = {
     "torch": ("PyTorch can be imported", _torch),
     "root": ("the user is root", _root),
     "linux": ("the system is Linux", _linux),
+    "ipv6": ("::1 is an address of this host", _ipv6),
+    "chromium": ("Chromium, and Playwright to drive it, are installed", _chromium),
     "tmux": ("tmux is installed", lambda: _programs("tmux")),
     "two_users": (
         "another user can be made and run as",
         lambda: _root() or _programs("useradd", "userdel", "runuser"),
+    ),
+    "sshd": (
+        "an OpenSSH server can be started",
+        lambda: _root() or _programs("/usr/sbin/sshd", "ssh", "ssh-keygen"),
     ),
     "tmpfs": ("a tmpfs can be mounted", _tmpfs),
     "slurm": ("a lab with a real Slurm can be made", lab.missing),

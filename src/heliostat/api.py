@@ -173,7 +173,7 @@ class Cluster:
         return [Job(self, job["id"]) for job in self._jobs.list(self.name) if job["kind"] == "job"]
 
     def dashboard(self, port: int = 0) -> str:
-        """Opens a way to the dashboard and returns its URL; it works until `close`."""
+        """Starts a local proxy to the dashboard and returns its URL, which admits one browser; it works until `close`."""
         from heliostat.tunnel import DashboardProxy
 
         proxy = DashboardProxy(*dashboard_target(self._life, self.name), port=port)

@@ -1,14 +1,21 @@
-"""The door to a cluster's dashboard: a reverse proxy on loopback that adds the token.
+"""Reverse proxy to a cluster's Ray dashboard, on loopback; adds the cluster's token.
 
-Ray's dashboard wants a bearer token. The person's browser must get in without pasting it, and the other users
-of the same machine, who can all reach 127.0.0.1, must stay out. So the URL we give holds a key that works
-once; it buys a session cookie, and every later request needs that cookie. Only the head of a request is read;
-the rest is bytes.
+Ray's dashboard requires a bearer token. The user's browser must get in without it. Other users of the same host, who can
+connect to this port and listen on others, must not. So each proxy has an address of its own:
+
+    http://NAME.localhost:PORT/PATH/?key=KEY
+
+KEY works once and buys a session cookie; every later request needs the cookie. NAME and PATH are random. A browser sends
+a cookie to every port of its host name, so the cookie must not belong to 127.0.0.1 or `localhost`. NAME also makes the
+origin new: a service worker that another program left at 127.0.0.1:PORT does not control it. But a page can learn NAME
+(`Origin` of a request, `ancestorOrigins` of a frame). So the cookie is limited to PATH, which no browser tells to another
+origin. Only the heads of requests and responses are read; the rest is passed on as bytes.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import hmac
 import html
 import re
@@ -17,7 +24,7 @@ import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from urllib.parse import parse_qs
 
 from heliostat.errors import HeliostatError
@@ -26,16 +33,28 @@ _HEAD_LIMIT = 64 * 1024
 _HEAD_DEADLINE_S = 30.0
 _CONNECT_DEADLINE_S = 10.0
 _LINGER_S = 5.0
-_COOKIE_PREFIX = "heliostat-session-"
+_PORT_ATTEMPTS = 100
+_NO_IPV6 = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+# On our own responses, and on Ray's unless a web proxy is in front: that one may show the dashboard in a frame.
+_HARDENING = (
+    "Referrer-Policy: no-referrer",
+    "X-Frame-Options: DENY",
+    "Content-Security-Policy: frame-ancestors 'none'",
+    "Cross-Origin-Opener-Policy: same-origin",
+    "Cross-Origin-Resource-Policy: same-origin",
+)
+_REPLACED = ("referrer-policy", "x-frame-options", "cross-origin-", "access-control-", "location")
 
 _NAME = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
 _REQUEST_LINE = re.compile(rb"(" + _NAME + rb") (/[\x21-\x7e\x80-\xff]*) HTTP/1\.[01]")
+_STATUS_LINE = re.compile(rb"HTTP/1\.[01] [1-5][0-9]{2}(?: [\t\x20-\x7e\x80-\xff]*)?")
+_INTERIM = re.compile(rb"HTTP/1\.[01] 1(?!01)")
 _HEADER = re.compile(rb"(" + _NAME + rb"):([\t\x20-\x7e\x80-\xff]*)")
 
 
 @dataclass(frozen=True)
 class _Head:
-    """The head of one request; `line` and the headers are as they were sent."""
+    """The head of one request or response; `line` and the headers are as they were sent."""
 
     line: str
     headers: tuple[tuple[str, str], ...]
@@ -57,13 +76,13 @@ class _Head:
 
 
 class DashboardProxy:
-    """Forwards 127.0.0.1:`port` to the dashboard at `target()`, with the bearer token that `token()` gives.
+    """Forwards a port of 127.0.0.1 and ::1 to the dashboard at `target()`, with the bearer token that `token()` returns.
 
-    Both are asked anew, in a thread, for each connection: a tunnel may move and a token may change. When one
-    raises, the browser gets a page that tries again, without its words, which could hold a secret.
-    `port` 0 takes a free one. `url` holds the key: show it to the person, keep it out of logs.
-    `proxied`: a web proxy stands before us and logs people in. It gives us a name and a path of its own, and one link to
-    every browser of that person: so any name will do, and the key works more than once.
+    Both are called again, in a thread, for each connection: a tunnel may move and a token may change. When one raises,
+    the browser gets a page that tries again. The page does not have the error's text, which could hold a secret.
+    `port` 0 takes a free one. `url` holds the key: show it to the user, keep it out of logs.
+    `proxied`: a web proxy with a host name and a path of its own is in front and authenticates users; it gives one link
+    to every browser of a user. So any host name is accepted, and the key works more than once.
     """
 
     def __init__(
@@ -78,6 +97,8 @@ class DashboardProxy:
         self._proxied = proxied
         self._target = target
         self._token = token
+        self._name = "127.0.0.1" if proxied else f"{secrets.token_hex(16)}.localhost"
+        self._root = "/" if proxied else f"/{secrets.token_hex(16)}/"
         self._key = secrets.token_urlsafe(32)
         self._session = secrets.token_urlsafe(32)
         self._key_used = False
@@ -89,18 +110,19 @@ class DashboardProxy:
 
     @property
     def url(self) -> str:
-        """Good for one browser, once; whole after `start`."""
-        return f"http://127.0.0.1:{self.port}/?key={self._key}"
+        """Admits one browser, once; complete after `start`."""
+        return f"http://{self._name}:{self.port}{self._root}?key={self._key}"
 
     def start(self) -> None:
         """Listens; returns when connections are accepted."""
         try:
-            listener = socket.create_server(("127.0.0.1", self.port))
+            listeners = _listen(self.port)
         except OSError as error:
             what = f"the dashboard cannot be offered on port {self.port} of this computer"
-            raise HeliostatError(what, because=error.strerror or str(error)) from error
-        self.port = listener.getsockname()[1]
-        self._thread = threading.Thread(target=asyncio.run, args=(self._serve(listener),), daemon=True)
+            hint = "choose another port, or 0 for a free one" if self.port else ""
+            raise HeliostatError(what, because=error.strerror or str(error), hint=hint) from error
+        self.port = listeners[0].getsockname()[1]
+        self._thread = threading.Thread(target=asyncio.run, args=(self._serve(listeners),), daemon=True)
         self._thread.start()
         self._serving.wait()
 
@@ -112,14 +134,18 @@ class DashboardProxy:
                 loop.call_soon_threadsafe(self._stop.set)
             thread.join(timeout=10)
 
-    async def _serve(self, listener: socket.socket) -> None:
+    async def _serve(self, listeners: list[socket.socket]) -> None:
         self._loop = asyncio.get_running_loop()
         try:
-            server = await asyncio.start_server(self._client, sock=listener, limit=_HEAD_LIMIT)
+            servers = [
+                await asyncio.start_server(self._client, sock=listener, limit=_HEAD_LIMIT)
+                for listener in listeners
+            ]
         finally:
             self._serving.set()
         await self._stop.wait()
-        server.close()  # and asyncio.run cancels what is still connected
+        for server in servers:
+            server.close()  # and asyncio.run cancels what is still connected
 
     async def _client(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -127,8 +153,8 @@ class DashboardProxy:
         try:
             writer.write(await self._respond(reader, writer))
             await asyncio.wait_for(_linger(reader, writer), _LINGER_S)
-        except (OSError, asyncio.TimeoutError):
-            pass  # the browser went away, or does not: either way this connection is over
+        except (OSError, asyncio.TimeoutError, asyncio.CancelledError):
+            pass  # the browser went away or stays too long, or `close` was called: the connection is over
         finally:
             self._clients.discard(task)
             writer.close()
@@ -143,37 +169,44 @@ class DashboardProxy:
             return _answer("408 Request Timeout", "No whole request came.\n")
         except asyncio.IncompleteReadError:
             return b""
-        head = _parse(raw)
+        head = _parse(raw, _REQUEST_LINE)
         if head is None:
             return _answer("400 Bad Request", "This is not a request that can be forwarded.\n")
-        refusal = self._gate(head)
+        if not self._proxied and not self._is_own_host(head):
+            return _answer("403 Forbidden", "This is not the address that `heliostat dashboard` printed.\n")
+        method, target, version = head.line.split(" ")
+        if not _same(target[: len(self._root)], self._root):
+            return _answer("403 Forbidden", "Open the URL that `heliostat dashboard` printed.\n")
+        head = replace(head, line=f"{method} /{target[len(self._root) :]} {version}")
+        refusal = self._refusal(head)
         return await self._forward(head, reader, writer) if refusal is None else refusal
 
-    def _gate(self, head: _Head) -> bytes | None:
-        """None: it may pass. Otherwise the answer. Never waits, so a key cannot be used twice at once."""
-        hosts = (f"127.0.0.1:{self.port}", f"localhost:{self.port}")
-        asked = head.values("host")
-        if not self._proxied and (
-            len(asked) != 1 or asked[0].lower() not in hosts
-        ):  # a rebound DNS name, for one
-            return _answer("403 Forbidden", "This is not the address that `heliostat dashboard` printed.\n")
-        # A page on another port of 127.0.0.1 is "the same site": its requests carry our cookie.
+    def _is_own_host(self, head: _Head) -> bool:
+        """False for 127.0.0.1, `localhost`, and a DNS name that somebody pointed at loopback, among others."""
+        hosts = head.values("host")
+        return len(hosts) == 1 and _same(hosts[0].lower(), f"{self._name}:{self.port}")
+
+    def _refusal(self, head: _Head) -> bytes | None:
+        """None: forward it. Otherwise the response. Never waits, so a key cannot be used twice at once."""
+        # A page on another port of our host name is "the same site": its requests carry our cookie.
         foreign = any(site not in ("same-origin", "none") for site in head.values("sec-fetch-site"))
         if not self._proxied:
-            foreign |= any(origin.removeprefix("http://") not in hosts for origin in head.values("origin"))
-        session = f"{_COOKIE_PREFIX}{self.port}={self._session}"
-        known = any(hmac.compare_digest(c.encode(), session.encode()) for c in head.words("cookie", ";"))
+            own = f"http://{self._name}:{self.port}"
+            foreign |= any(not _same(origin, own) for origin in head.values("origin"))
+        session = f"heliostat-session-{self.port}={self._session}"
+        known = any(_same(cookie, session) for cookie in head.words("cookie", ";"))
         method, target, _ = head.line.split(" ")
         path, _, query = target.partition("?")
         keys = parse_qs(query).get("key") if (method, path) == ("GET", "/") else None
         if keys and known:
             return _answer("303 See Other", "", "Location: ./")
-        if keys and hmac.compare_digest(keys[0].encode(), self._key.encode()):
+        if keys and _same(keys[0], self._key):
             if self._key_used:
                 text = "This URL was used already: start `heliostat dashboard` again for a new one.\n"
                 return _answer("403 Forbidden", text)
             self._key_used = not self._proxied
-            # no Path, and no absolute Location: both are then below the path that a proxy before us has given us
+            # No Path: a browser then sends it below the URL's own path only. That is our random one, or the one
+            # that a web proxy before us uses; the Location is relative for the same reason.
             cookie = f"Set-Cookie: {session}; HttpOnly; SameSite=Strict"
             return _answer("303 See Other", "", "Location: ./", cookie)
         if foreign and (method, target) == ("GET", "/"):
@@ -198,16 +231,46 @@ class DashboardProxy:
             near, far = await asyncio.wait_for(asyncio.open_connection(host, port), _CONNECT_DEADLINE_S)
         except Exception:  # the same: refused, unreachable, no tunnel yet
             return no_answer
-        far.write(_upstream_head(head, token))
+        own = "" if self._proxied else f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        far.write(_upstream_head(head, token, own))
         upload = asyncio.create_task(_upload(reader, far))
         try:
-            answered = await _copy(near, writer)
+            response = await _final_head(near, writer)
+            if response is not None:
+                writer.write(_response_head(response, own, self._root))
+                await _copy(near, writer)
         finally:
             upload.cancel()
             await asyncio.wait([upload])
             far.close()
-        # An ssh forward accepts, then hangs up when nobody listens behind it: that is "does not answer" too.
-        return b"" if answered else no_answer
+        # An ssh forward accepts, then closes when nothing listens behind it: that is "does not answer" too.
+        return no_answer if response is None else b""
+
+
+def _listen(port: int) -> list[socket.socket]:
+    """Sockets that listen on 127.0.0.1 and ::1 with one port number; only the first on a host without ::1.
+
+    A browser resolves a name under `localhost` to both addresses and may try either first. Another user could listen on
+    the one that we have not, and get the key. So a port is used when both are ours, and else OSError is raised.
+    """
+    unusable: list[socket.socket] = []  # held until the end, so that no port is tried twice
+    try:
+        while len(unusable) < _PORT_ATTEMPTS:
+            unusable.append(socket.create_server(("127.0.0.1", port)))
+            address = ("::1", unusable[-1].getsockname()[1])
+            try:
+                second = socket.create_server(address, family=socket.AF_INET6)
+            except OSError as error:
+                if error.errno in _NO_IPV6:
+                    return [unusable.pop()]
+                if port or error.errno != errno.EADDRINUSE:
+                    raise
+            else:
+                return [unusable.pop(), second]
+        raise OSError(errno.EADDRINUSE, "no port is free on both 127.0.0.1 and ::1")
+    finally:
+        for listener in unusable:
+            listener.close()
 
 
 def redirect_page(url: str) -> str:
@@ -219,33 +282,74 @@ def redirect_page(url: str) -> str:
     )
 
 
-def _parse(raw: bytes) -> _Head | None:
+def _same(given: str, secret: str) -> bool:
+    return hmac.compare_digest(given.encode(), secret.encode())
+
+
+def _parse(raw: bytes, first_line: re.Pattern[bytes]) -> _Head | None:
     """None unless every line is well formed: a bare CR or LF, a NUL, a folded line, a full URL are not."""
     first, *rest = raw.removesuffix(b"\r\n\r\n").split(b"\r\n")
     found = [match for match in map(_HEADER.fullmatch, rest) if match is not None]
-    if not _REQUEST_LINE.fullmatch(first) or len(found) < len(rest):
+    if not first_line.fullmatch(first) or len(found) < len(rest):
         return None
     headers = ((match[1].decode("latin-1"), match[2].decode("latin-1").strip(" \t")) for match in found)
     return _Head(first.decode("latin-1"), tuple(headers))
 
 
-def _upstream_head(head: _Head, token: str) -> bytes:
-    """The same request, with our token as its only credential, and alone on its connection."""
+def _upstream_head(head: _Head, token: str, host: str) -> bytes:
+    """The same request for the dashboard at `host`, alone on its connection, with our token as its only credential.
+
+    Our host name stays here. `host` empty: the name is not ours, and is passed on.
+    """
     drop = {"authorization", "x-ray-authorization", "cookie"}
+    drop |= {"host", "origin", "referer"} if host else set()
     if not head.is_websocket:
         drop |= {"connection", "keep-alive", "proxy-connection", "upgrade"}
-    lines = [f"{name}: {value}" for name, value in head.headers if name.lower() not in drop]
-    # Cookies know no ports: those of our other proxies come along, and are none of this cluster's business.
-    cookies = [cookie for cookie in head.words("cookie", ";") if not cookie.startswith(_COOKIE_PREFIX)]
-    lines += [f"Cookie: {'; '.join(cookies)}"] if cookies else []
+    lines = [f"Host: {host}"] if host else []
+    lines += [f"Origin: http://{host}"] if host and head.values("origin") else []
+    lines += [f"{name}: {value}" for name, value in head.headers if name.lower() not in drop]
     lines += [] if head.is_websocket else ["Connection: close"]
     return "\r\n".join([head.line, *lines, f"Authorization: Bearer {token}", "", ""]).encode("latin-1")
 
 
+async def _final_head(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> _Head | None:
+    """The head of the dashboard's response; interim ones (100 Continue) are passed on. None: there is no valid one."""
+    try:
+        while _INTERIM.match(raw := await source.readuntil(b"\r\n\r\n")):
+            sink.write(raw)
+    except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+        return None
+    return _parse(raw, _STATUS_LINE)
+
+
+def _response_head(head: _Head, host: str, root: str) -> bytes:
+    """The head of the dashboard's response as the browser gets it; `host` as for `_upstream_head`, `root` our path.
+
+    No cookie of Ray's: POST /api/authenticate would put the cluster's token into one.
+    """
+    headers = [(name, value) for name, value in head.headers if name.lower() != "set-cookie"]
+    lines = [
+        f"{name}: {value}" for name, value in headers if not host or not name.lower().startswith(_REPLACED)
+    ]
+    if host:
+        for to in head.values("location"):
+            to = re.sub(f"^http://{re.escape(host)}/", "/", to)
+            lines.append(f"Location: {root + to[1:] if re.match('/(?!/)', to) else to}")
+        lines += _HARDENING
+    return "\r\n".join([head.line, *lines, "", ""]).encode("latin-1")
+
+
 def _answer(status: str, body: str, *extra: str, kind: str = "text/plain") -> bytes:
     about = (f"Content-Type: {kind}; charset=utf-8", f"Content-Length: {len(body.encode())}")
-    safe = ("Cache-Control: no-store", "Referrer-Policy: no-referrer", "X-Frame-Options: DENY")
-    return "\r\n".join([f"HTTP/1.1 {status}", *about, *safe, *extra, "Connection: close", "", body]).encode()
+    lines = [
+        f"HTTP/1.1 {status}",
+        *about,
+        "Cache-Control: no-store",
+        *_HARDENING,
+        *extra,
+        "Connection: close",
+    ]
+    return "\r\n".join([*lines, "", body]).encode()
 
 
 def _retry_page(text: str) -> bytes:
@@ -256,15 +360,12 @@ def _retry_page(text: str) -> bytes:
     return _answer("502 Bad Gateway", page, kind="text/html")
 
 
-async def _copy(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> bool:
-    """Passes bytes on until the source ends or either side breaks; says whether there were any."""
-    moved = False
+async def _copy(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+    """Passes bytes on until the source ends or either side breaks."""
     with suppress(OSError):
         while data := await source.read(_HEAD_LIMIT):
-            moved = True
             sink.write(data)
             await sink.drain()
-    return moved
 
 
 async def _upload(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:

@@ -16,7 +16,7 @@ from shared import PATIENCE_S, document, nothing_left, private_home
 pytestmark = pytest.mark.needs_ray
 
 PROGRAM = """
-import heliostat, json, sys, urllib.error, urllib.request
+import heliostat, json, socket, sys, urllib.error, urllib.request
 
 told = {}
 with heliostat.up("lab.yaml", nodes=2, name="api") as cluster:
@@ -33,6 +33,10 @@ with heliostat.up("lab.yaml", nodes=2, name="api") as cluster:
     cluster.scale(1)
     told["more"] = [node["name"] for node in cluster.status()["nodes"]]
 
+    # a browser resolves names under `localhost` by itself; Python asks the system, which may not know them
+    resolve = socket.getaddrinfo
+    socket.getaddrinfo = lambda host, *more, **options: resolve(
+        "127.0.0.1" if host.endswith(".localhost") else host, *more, **options)
     url = cluster.dashboard()
     opener = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
     told["page"] = "<html" in opener.open(url, timeout=60).read().decode().lower()

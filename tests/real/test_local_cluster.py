@@ -460,20 +460,21 @@ def test_the_http_api_wants_the_token(pair: Pair) -> None:
 
 
 def get(url: str, cookie: str = "") -> tuple[int, http.client.HTTPMessage, bytes]:
+    """As a browser does, which resolves every name under `localhost` to loopback by itself."""
     place, _, path = url.removeprefix("http://").partition("/")
-    connection = http.client.HTTPConnection(place, timeout=60)
-    connection.request("GET", "/" + path, headers={"Cookie": cookie} if cookie else {})
+    connection = http.client.HTTPConnection("127.0.0.1", int(place.partition(":")[2]), timeout=60)
+    connection.request("GET", "/" + path, headers={"Host": place} | ({"Cookie": cookie} if cookie else {}))
     answer = connection.getresponse()
     body = answer.read()
     connection.close()
     return answer.status, answer.headers, body
 
 
-def test_the_dashboard_door_lets_in_one_browser(pair: Pair, spawn_cli) -> None:
-    door = spawn_cli("dashboard", NAME)
-    url = door.stdout.readline().strip()
+def test_the_dashboard_proxy_lets_in_one_browser(pair: Pair, spawn_cli) -> None:
+    proxy = spawn_cli("dashboard", NAME)
+    url = proxy.stdout.readline().strip()
     root = url.partition("?")[0]
-    assert re.fullmatch(r"http://127\.0\.0\.1:\d+/\?key=[\w-]+", url)
+    assert re.fullmatch(r"http://[0-9a-f]{32}\.localhost:\d+/[0-9a-f]{32}/\?key=[\w-]+", url)
     assert get(root)[0] == get(root + "api/version")[0] == 403
     code, headers, _ = get(url)
     assert (code, headers["Location"]) == (303, "./")
@@ -484,8 +485,8 @@ def test_the_dashboard_door_lets_in_one_browser(pair: Pair, spawn_cli) -> None:
     code, _, body = get(root + "api/version", cookie)
     assert code == 200 and json.loads(body)["ray_version"] == document("status", NAME)["ray_version"]
     assert pair.token not in url + cookie + page.decode(errors="replace")
-    os.killpg(door.pid, signal.SIGINT)
-    assert door.wait(PATIENCE_S) == 0
+    os.killpg(proxy.pid, signal.SIGINT)
+    assert proxy.wait(PATIENCE_S) == 0
     with pytest.raises(OSError):
         get(root, cookie)
 
