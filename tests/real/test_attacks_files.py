@@ -18,7 +18,9 @@ from pathlib import Path
 import pytest
 
 from heliostat.planning import agent_archive
+from lab import USER, Lab, wait_for
 from real.faults import Node, fake_ray, four_lines
+from real.onlab import ok
 from shared import COMMAND, until
 from users import User, make_user
 
@@ -456,6 +458,38 @@ def test_a_remote_directory_that_another_user_can_change(
         assert f"{far}/.heliostat belongs to {attacker.name}" in seen.stdout, seen.stdout
     finally:
         victim.run(COMMAND, "down", "lab", "--now", **env)
+
+
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[Lab]:
+    with Lab(1) as made:
+        fake_ray(made.home / "fake")
+        made.root("ctl", "chown", "-R", USER, str(made.home))
+        yield made
+
+
+@pytest.mark.needs_slurm
+def test_a_home_that_another_user_can_change_when_the_job_starts(slurm: Lab, proof: Path) -> None:
+    """The job waits in the queue while the home is opened. The attacker replaces the cluster's directory, and the job on the
+    compute node executes their agent."""
+    words = ["--on", "slurm", "--venv", str(slurm.home / "fake"), "--time", "10m", "--name", "lab", "--hold"]
+    ok(slurm.heliostat("up", *words, "--no-wait"))
+    folder = slurm.home / ".heliostat"
+    slurm.home.chmod(0o777)
+    out = slurm.home / "proof"
+    code = f"import os\nopen({str(out)!r}, 'w').write(str(os.getuid()))\n"
+    swap = 'umask 0; mv "$1" "$1.old" && mkdir -p "$1/clusters/lab/logs" && cat >"$1/clusters/lab/agent.pyz"'
+    attack = slurm.run("sh", "-c", swap, "sh", str(folder), user="daemon", input=code)
+    assert attack.rc == 0, attack.err
+    ok(slurm.run("bash", "-c", "scontrol release $(squeue -ho %i)"))
+    wait_for("the end of the job", lambda: not slurm.queue())
+    assert not out.exists(), f"the job executed the attacker's agent as {out.read_text()}"
+    (log,) = (folder / "clusters/lab/logs").glob("slurm-*.out")
+    assert f"another user can change {slurm.home} (owner " in log.read_text(), log.read_text()
+    slurm.home.chmod(0o700)
+    shutil.rmtree(folder)
+    (slurm.home / ".heliostat.old").rename(folder)
+    ok(slurm.heliostat("down", "lab"))
 
 
 def test_a_socket_of_ssh_is_never_the_attacker_s(place: Path, victim: User, attacker: User) -> None:
