@@ -118,6 +118,8 @@ def check(values: Mapping[str, Any], origins: Mapping[str, str], sites: list[str
         raise explain(
             error, origins, lambda path: _keys(ClusterSpec, path) + ([] if path else sites)
         ) from None
+    except UnicodeEncodeError as error:  # of an argument; pydantic cannot say it
+        raise UsageError("a value is not UTF-8 text", because=f"`{error.object[:80]}`") from None
     if spec.on not in sites:
         near = difflib.get_close_matches(spec.on, sites, n=1)
         raise UsageError(

@@ -18,7 +18,9 @@ from heliostat import backends, environment
 from heliostat.backends.base import Check, Question, by_name
 from heliostat.errors import HeliostatError
 from heliostat.lifecycle import Lifecycle
+from heliostat.ownership import HOME, TEMP, UnsafePathError, find_unsafe, remedy, temp_directory
 from heliostat.planning import agent_archive
+from heliostat.script import quote
 from heliostat.states import TERMINAL
 from heliostat.store import read_json
 from heliostat.transport import at_once
@@ -36,6 +38,11 @@ HERE = by_name(
         "home",
         "Heliostat's own folder can be written to",
         "set HELIOSTAT_HOME to a folder that you may write to",
+    ),
+    Question(
+        "home is safe",
+        "nobody else can change it or replace a directory above it",
+        "chmod go-w PATH, or chown USER PATH; or set HELIOSTAT_HOME to a directory that only you can change",
     ),
     Question("home is private", "nobody else can read it", "chmod {mode} {path}"),
     Question("space for records", "100 MiB are free there", "free some space there", "warn"),
@@ -65,6 +72,11 @@ HERE = by_name(
         "5 GiB are free for them",
         "set TMPDIR to a folder on a local disk with a short path",
         "warn",
+    ),
+    Question(
+        "TMPDIR is safe",
+        "nobody else can replace what we write there",
+        "chmod +t PATH or chmod go-w PATH; or set TMPDIR to a directory that only you can change",
     ),
     Question("open files", "a process may have 8192", "ulimit -n 65536", "warn"),
     Question("interfaces", "a network interface is up", "ip link"),
@@ -97,6 +109,7 @@ HOSTS = {
     "disk": Question(
         "{host}", "5 GiB are free for temporary files", "set TMPDIR by `environment.setup`", "warn"
     ),
+    "safe": Question("{host}", "nobody else can change our files there", "there: chmod go-w PATH"),
     "clock": Question("{host}", "its clock agrees with ours within a minute", "set it by NTP", "warn"),
     "versions": Question("versions", "Ray and Python are the same on all hosts", "heliostat setup FILE"),
 }
@@ -151,8 +164,18 @@ def _private(ask: Question, path: Path, wanted: str) -> Check:
     return ask.answer(good, f"mode {mode:o}", mode=wanted, path=path)
 
 
+def _safe(ask: Question, path: str | Path, variable: str, shared: bool = False) -> Check:
+    found = find_unsafe(path, shared=shared)
+    if found is None:
+        return ask.answer(True, str(path))
+    return ask.answer(False, str(found), hint=remedy(found, variable))
+
+
 def _home(life: Lifecycle) -> Iterator[Check]:
     home = life.store.home
+    places = [p for p in (home, life.store.clusters, life.store.ended, life.store.cache) if p.exists()]
+    checks = [_safe(HERE["home is safe"], place, HOME) for place in places or [home]]
+    yield next((check for check in checks if check.verdict != "ok"), checks[0])
     if not home.exists():
         parent = next(p for p in home.parents if p.exists())
         yield HERE["home"].answer(os.access(parent, os.W_OK), f"{home} will be made")
@@ -168,7 +191,7 @@ def probe(life: Lifecycle, spec: ClusterSpec | None) -> dict[str, Any]:
     from heliostat.script import agent_script
 
     environment = spec.environment if spec else None
-    with tempfile.TemporaryDirectory(prefix="heliostat-") as folder:
+    with tempfile.TemporaryDirectory(prefix="heliostat-", dir=temp_directory()) as folder:
         agent = Path(folder) / "agent.pyz"
         agent.write_bytes(agent_archive())
         script = agent_script(environment, agent, "probe")
@@ -189,6 +212,10 @@ def _machine(life: Lifecycle, spec: ClusterSpec | None) -> Iterator[Check]:
         words = "clusters on other machines can be used from it; no node can run on it"
         yield HERE["this machine"].answer(True, words)
         return
+    safe = _safe(HERE["TMPDIR is safe"], tempfile.gettempdir(), TEMP, shared=True)
+    yield safe
+    if safe.verdict != "ok":
+        return  # nothing is executed from there
     try:
         found = probe(life, spec)
     except HeliostatError as error:
@@ -257,6 +284,12 @@ def _hosts(life: Lifecycle, spec: ClusterSpec) -> Iterator[Check]:
         gpus = ", ".join(f"{n} × {name}" for name, n in cards.items()) or f"{found['gpu_count']} GPUs"
         about = f"Ray {ray}, Python {python}, {found['cpus']['count']} CPUs, {format_bytes(memory)}, {gpus}"
         yield HOSTS["reached"].answer(ray is not None, about, host=place.name)
+        if found.get("unsafe"):
+            from heliostat.agent.ownership import Unsafe
+
+            unsafe = Unsafe(**found["unsafe"])
+            hint = f"there: {remedy(unsafe, TEMP, found['host']['user'])}"
+            yield HOSTS["safe"].answer(False, str(unsafe), hint=hint, host=place.name)
         disk = found["disk"]["free_bytes"] or 0
         # it looked at its clock some time between our question and now
         off = max(asked - found["clock"]["time"], found["clock"]["time"] - time.time(), 0.0)
@@ -275,7 +308,10 @@ def _hosts(life: Lifecycle, spec: ClusterSpec) -> Iterator[Check]:
 
 def _leftovers(life: Lifecycle) -> Iterator[Check]:
     """Folders of agents that are gone, records that nobody can read."""
-    used = set()
+    try:
+        life.store.check()
+    except UnsafePathError:
+        return  # nothing there is read; another check says why
     for name in life.store.names():
         folder = life.store.find(name)
         try:
@@ -285,28 +321,13 @@ def _leftovers(life: Lifecycle) -> Iterator[Check]:
         if folder is None or record is None:
             path = life.store.clusters / name
             yield HERE["record"].answer(False, f"{path} cannot be read", path=path)
-            continue
-        used |= {str(folder.last_words(node).get("temp")) for node in record.nodes}
     if sys.platform == "win32":
         return  # no node runs here
-    mine = [
-        p for p in Path(tempfile.gettempdir()).glob("hs-*") if p.is_dir() and p.stat().st_uid == os.getuid()
-    ]
-    dead = [p for p in mine if str(p) not in used and not _in_use(p)]
+    from heliostat.agent import tempdirs
+
+    dead = [path for parent in tempdirs.parents() for path in tempdirs.dead(parent)]
     words = f"{len(dead)} folders of dead agents" if dead else "none"
-    yield HERE["leftovers"].answer(not dead, words, folders=" ".join(map(str, dead[:5])))
-
-
-def _in_use(folder: Path) -> bool:
-    """A living process of ours names the folder on its command line."""
-    needle = str(folder).encode()
-    for entry in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            if needle in entry.read_bytes():
-                return True
-        except OSError:
-            continue
-    return False
+    yield HERE["leftovers"].answer(not dead, words, folders=quote(dead[:5]))
 
 
 def _cluster(life: Lifecycle, name: str) -> Iterator[Check]:

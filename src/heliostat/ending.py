@@ -282,6 +282,8 @@ class Ending(Looking):
                 job.update(
                     last[job["id"]], **({} if over else {"status": "STOPPED"})
                 )  # it ended with the cluster
+        if record.id not in self._at_home:  # nobody has called `cancel`: it ended by itself
+            self._remove_left(view.folder, record)
         self._bring_home(view.folder, record)
         try:
             with view.folder.lock():
@@ -291,6 +293,17 @@ class Ending(Looking):
             folder = self.store.last_past(record.name) or view.folder
         self.emit(Event("done", f"`{record.name}` has ended", None, {"reason": record.reason}))
         return View(folder, record, view.live)
+
+    def _remove_left(self, folder: ClusterFolder, record: Record) -> None:
+        """A node whose every process was killed leaves its private directory, with a copy of the token. Where hosts have files of
+        their own, `bring_home` removes it; a scheduler's host cannot be reached after the job."""
+        backend = backends.load(record.site)
+        if not backend.starts_ray or not backend.shares_files or backend.takes_options:
+            return
+        killed = {name for name in record.nodes if folder.last_words(name).get("state") not in TERMINAL}
+        handles = [Handle.from_json(h) for h in record.handles if killed & set(h["nodes"])]
+        with contextlib.suppress(HeliostatError):  # the next agent here removes it
+            backend.cancel(handles, self.host_of(record), now=True)
 
     def _bring_home(self, folder: ClusterFolder, record: Record) -> None:
         """What lies elsewhere of a cluster that has ended: its logs come here, and what we wrote there goes."""

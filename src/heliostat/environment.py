@@ -22,7 +22,7 @@ from heliostat import backends, planning, staging
 from heliostat.errors import HeliostatError, Interrupted, PartlyDone, UsageError
 from heliostat.events import Emit, Event
 from heliostat.mirror import pack as tar
-from heliostat.script import BatchScript, agent_script
+from heliostat.script import SAFE, BatchScript, agent_script
 from heliostat.spec import DEFAULT_RAY, LISTED, hosts
 from heliostat.transport import AT_ONCE, abandon
 
@@ -40,7 +40,7 @@ HERE = "this machine"
 _SETUP = """
 d=$(mktemp -d) || exit 1
 trap 'rm -rf -- "$d"' EXIT
-cd -- "$d" && tar -xf - || exit 1
+cd -- "$d" && safe . >/dev/null && tar -xf - || exit 1
 bash setup.sh <request.json &
 trap 'kill $! 2>/dev/null; wait $!; exit 1' HUP INT TERM
 wait $!
@@ -308,7 +308,7 @@ def _ask(place: Place, asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def _run(place: Place, sent: dict[str, bytes], seconds: float) -> dict[str, Any]:
-    done = place.host.run(["sh", "-c", _SETUP], input=tar(sent), timeout=seconds)
+    done = place.host.run(["sh", "-c", SAFE + _SETUP], input=tar(sent), timeout=seconds)
     try:
         return dict(json.loads(done.out.strip().splitlines()[-1]))
     except (ValueError, IndexError):

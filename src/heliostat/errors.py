@@ -5,6 +5,19 @@ The library raises these and never prints; the command line turns them into text
 
 from __future__ import annotations
 
+# C0 but for tab and newline, DEL, C1, and what changes the direction or the line of the text that follows
+_CONTROL = [*range(0x09), *range(0x0B, 0x20), *range(0x7F, 0xA0), 0x61C, 0x200E, 0x200F]
+_CONTROL += [*range(0x2028, 0x202F), *range(0x2066, 0x206A)]
+_WRITTEN_OUT = {code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" for code in _CONTROL}
+
+
+def printable(text: str) -> str:
+    """The text as a terminal may have it: control characters are written out (`\\x1b`), except newlines and tabs.
+
+    Names, reasons and messages come from other people and other machines; a terminal would act on what is in them."""
+    whole = text.encode("utf-8", "backslashreplace").decode()  # bytes that were no text are lone surrogates
+    return whole.translate(_WRITTEN_OUT)
+
 
 class HeliostatError(Exception):
     """One thing that could not be done.
@@ -35,7 +48,7 @@ class HeliostatError(Exception):
             self.exit_code = exit_code
 
     def __str__(self) -> str:
-        return self.what + (f" ({self.because})" if self.because else "")
+        return printable(self.what + (f" ({self.because})" if self.because else ""))
 
     def fields(self) -> dict[str, str | int]:
         """As `--json` has them."""

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from heliostat.errors import HeliostatError
-from heliostat.script import quote
+from heliostat.script import SAFE, quote
 from heliostat.ssh import Ssh, Talk
 from heliostat.states import NodeState
 from heliostat.store import ClusterFolder, write_atomic
@@ -29,6 +29,7 @@ SMALL = ("state.json", "pulse.json", "connection.json", "connection.env", "head.
 LARGEST = 1 << 20  # of one log at a time
 SILENT_S = 12.0  # a follower says a word every five seconds
 PLACE = ".heliostat/via"
+UNSAFE = 9  # how a script of ours ends on another machine where another user can change the cluster's folder
 
 
 def pack(files: Mapping[str, bytes]) -> bytes:
@@ -65,7 +66,10 @@ class Mirror:
     def push(self, files: Iterable[tuple[Path, bytes, int]]) -> None:
         """Paths are of the other machine. One connection for all of them."""
         packed = pack({path.relative_to(self.place).as_posix(): data for path, data, _ in files})
-        script = 'umask 077; mkdir -p -- "$1/logs" && cd -- "$1" && tar -xf -'
+        script = (
+            SAFE
+            + '\numask 077; safe . >/dev/null && mkdir -p -- "$1/logs" && cd -- "$1" && safe . >/dev/null && tar -xf -'
+        )
         done = self.host.run(["sh", "-c", script, "sh", self.place.as_posix()], input=packed, timeout=600)
         if done.code:
             because = done.err.strip()[-300:]
@@ -107,13 +111,15 @@ class Mirror:
         logs = self.folder.logs
         names = [(path.relative_to(logs).as_posix(), path.stat().st_size) for path in self.have(node)]
         cases = "".join(f" {quote([name])}) o={size};;" for name, size in names)
-        script = _PULL % {"small": " ".join(self.small), "cases": cases, "most": LARGEST}
+        script = SAFE + _PULL % {"small": " ".join(self.small), "cases": cases, "most": LARGEST}
         process = self.process or {"pid": ""}
         argv = ["sh", "-c", script, "sh", self.place.as_posix(), node or "", str(process["pid"])]
         done = self.host.run(argv, timeout=60)
         if done.code == 3:  # not made yet, or gone
             self.head = (NodeState.GONE, "") if self.process else None
             return
+        if done.code == UNSAFE:
+            raise self._unsafe(done.err)
         started, small, *grown = done.out.splitlines() or ["", ""]
         self._unpack(base64.b64decode(small), replace=self.small)
         for line in grown:
@@ -168,19 +174,31 @@ class Mirror:
         if self._follower:
             self._follower.end()
 
-    def finish(self) -> str | None:
+    def finish(self, stop: str = "", node: Mapping[str, Any] | None = None) -> str | None:
         """All logs come here, and only then the folder there goes, but for the copy of the person's own folder, where
-        results may lie: its path there. One connection."""
+        results may lie: its path there. One connection.
+
+        stop: a request for the agent there, which removes what a node that was killed has left (node: its details)."""
         self.close()
-        with self.host.talk(["sh", "-c", _FINISH, "sh", self.place.as_posix()]) as there:
+        left = [str((node or {}).get(key) or "") for key in ("temp", "executable")]
+        words = ["sh", "-c", SAFE + _FINISH, "sh", self.place.as_posix(), stop, *left]
+        with self.host.talk(words) as there:
             first = there.hear()
             if first is None:
                 raise HeliostatError(f"could not reach `{self.host.target}`", because="the connection ended")
+            if first.startswith("unsafe "):
+                raise self._unsafe(first.partition(" ")[2])
             if first == "gone":
                 return None
             self._unpack(base64.b64decode(first))
             there.say("ok")
             return there.hear() or None
+
+    def _unsafe(self, why: str) -> HeliostatError:
+        return HeliostatError(
+            f"`{self.place.as_posix()}` on `{self.host.target}` is not safe to use",
+            because=why.strip()[-300:],
+        )
 
 
 class Follower(threading.Thread):
@@ -207,7 +225,7 @@ class Follower(threading.Thread):
 
     def run(self) -> None:
         mirror, words = self.mirror, self.process
-        script = 'cd -- "$1" && exec "$2" agent.pyz follow'
+        script = SAFE + '\ncd -- "$1" && safe . agent.pyz >/dev/null && exec "$2" agent.pyz follow'
         argv = ["sh", "-c", script, "sh", mirror.place.as_posix(), str(words["executable"])]
         have = {
             path.relative_to(mirror.folder.logs).as_posix(): path.stat().st_size
@@ -249,6 +267,7 @@ class Follower(threading.Thread):
 # offset, data
 _PULL = """
 cd -- "$1" 2>/dev/null || exit 3
+safe . >/dev/null || exit 9
 node=$2
 s=$(cat "/proc/$3/stat" 2>/dev/null); s=${s##*) }; set -- $s
 case $1 in Z|"") echo gone ;; *) echo "${20}" ;; esac
@@ -262,9 +281,12 @@ for f in logs/*.* ${node:+"logs/$node"/*.*}; do
   tail -c +$((o + 1)) -- "$f" | head -c %(most)d | base64 -w0; echo
 done
 """
-# a line with a tar; then, told that it has arrived, what may go goes, and a line says where the rest is
+# $2: a request for the agent, $3: the private directory of its node, $4: its Python. A line with a tar; then, told that it has
+# arrived, what may go goes, and a line says where the rest is
 _FINISH = """
 cd -- "$1" 2>/dev/null || { echo gone; exit 0; }
+why=$(safe . 2>&1 >/dev/null) || { echo "unsafe $why"; exit 0; }
+if [ "$3" ] && [ -e "$3" ] && safe . agent.pyz >/dev/null; then printf %s "$2" | "$4" agent.pyz stop >/dev/null; fi
 tar -cf - logs nodes state.json 2>/dev/null | base64 -w0; echo
 read -r word && [ "$word" = ok ] || exit 1
 for f in *; do [ "$f" = work ] || rm -rf -- "$f"; done

@@ -17,6 +17,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from heliostat.spec import Environment
 
+# A shell function for a host where nothing of ours can be imported before it is checked. `safe DIRECTORY FILE…` prints the
+# physical path of the directory. It fails and names the cause when another user can replace that directory, one above it, or
+# one of these files in it: the rule of `agent/ownership.py`, except that a group with the user's own name counts as private
+# whoever is in it. `stat` prints the mode as `drwxr-xr-x`: the sixth letter is the group's right to write, the ninth that of others.
+SAFE = r"""
+safe() ( cd -P -- "$1" && shift || exit 1; p=$PWD; until [ -z "$p" ]; do set -- "$p" "$@"; p=${p%/*}; done;
+me=$(id -u) name=$(id -un); all=$(stat -c '%u %A %G %n' -- / "$@") || exit 1;
+bad=$(printf '%s\n' "$all" | while read -r owner mode rest; do case $owner in "$me"|0) case "$mode $rest" in
+?????-??-?\ *|????????-?" $name "*|d????????[tT]\ *) continue ;; esac ;; esac; printf '%s, ' "${rest#* } (owner $owner, $mode)"; done);
+[ -z "$bad" ] || { echo "another user can change ${bad%, }" >&2; exit 1; }; printf '%s\n' "$PWD" )
+""".strip()
+
 
 def quote(words: Sequence[str]) -> str:
     """One shell line that means exactly these words."""
@@ -79,6 +91,9 @@ class BatchScript:
     venv: str | None = None
     conda: str | None = None
     config: str = ""  # one line of JSON for the agent; where there is none, it comes on standard input
+    checked: bool = (
+        False  # with `config`: before the agent is executed, whether another user could have replaced it
+    )
 
     def render(self) -> str:
         lines = ["#!/bin/bash", *self.directives]
@@ -95,9 +110,14 @@ class BatchScript:
             first.append(f"conda activate {quote([self.conda])} || exit 1")
         if self.config:
             # a file that was just written may come late to another machine's view of a shared disk
-            agent = quote([self.command[1]])
-            first.append(f"for _ in {{1..300}}; do [ -e {agent} ] && break; sleep 0.2; done")
-            return "\n".join([*lines, *first, f"exec {quote(self.command)} <<<{quote([self.config])}"]) + "\n"
+            python, agent, verb = self.command
+            first.append(f"for _ in {{1..300}}; do [ -e {quote([agent])} ] && break; sleep 0.2; done")
+            words = quote(self.command)
+            if self.checked:
+                folder, _, name = agent.rpartition("/")
+                first.append(f"{SAFE.replace(chr(10), ' ')}; d=$(safe {quote([folder, name])}) || exit 1")
+                words = f'{quote([python])} "$d"/{quote([name, verb])}'  # no link on the way to it any more
+            return "\n".join([*lines, *first, f"exec {words} <<<{quote([self.config])}"]) + "\n"
         if not first:
             return "\n".join([*lines, f"exec {quote(self.command)}"]) + "\n"
         # what comes on standard input is the agent's: a set-up line that reads must not swallow it

@@ -12,6 +12,7 @@ import functools
 import os
 import secrets
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import IO
 
 from heliostat.errors import HeliostatError
+from heliostat.ownership import find_unsafe
 from heliostat.script import quote
 from heliostat.transport import Completed, Local
 
@@ -73,7 +75,10 @@ class Ssh:
         said = dict(line.partition(" ")[::2] for line in shown.out.splitlines())
         if said.get("controlpath", "none") != "none" or not UNIX:  # Windows' ssh cannot share
             return base
-        share = ["ControlMaster=auto", "ControlPersist=60", f"ControlPath={_sockets()}/%C"]
+        sockets = _sockets()
+        if sockets is None:
+            return base
+        share = ["ControlMaster=auto", "ControlPersist=60", f"ControlPath={sockets}/%C"]
         return [*base, *(word for option in share for word in ("-o", option))]
 
     def _words(self, argv: Sequence[str], mark: str) -> list[str]:
@@ -242,16 +247,22 @@ def _pump(client: socket.socket, stdin: IO[bytes], stdout: IO[bytes]) -> None:
     stdout.close()
 
 
-def _sockets() -> Path:
-    """A folder of ours alone, with a path that is short enough for a socket's: macOS has long ones for temporary files."""
+def _sockets() -> Path | None:
+    """A directory that only we can change, with a path that is short enough for a socket's: macOS has long ones for temporary
+    files. Whoever can put a socket there would be given every command and every file that we send. None: there is none, and
+    nothing is shared; another user can take our name in /tmp, but not keep us from working."""
     name = f"heliostat-{os.getuid()}"
-    places = [os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir(), tempfile.gettempdir(), "/tmp"]
-    place = next(
-        (Path(p) / name for p in places if len(os.fsencode(p)) + len(name) < LONGEST), Path("/tmp") / name
-    )
-    with contextlib.suppress(FileExistsError):
-        place.mkdir(mode=0o700)
-    status = place.lstat()
-    if status.st_uid != os.getuid() or status.st_mode & 0o077 or not place.is_dir() or place.is_symlink():
-        raise HeliostatError(f"`{place}` is not a folder of yours alone", hint=f"chmod 700 {place}")
-    return place
+    parents = [os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), "/tmp", str(Path.home() / ".ssh")]
+    for parent in parents:
+        if not parent or len(os.fsencode(parent)) + len(name) >= LONGEST:
+            continue
+        place = Path(parent) / name
+        with contextlib.suppress(OSError):
+            if find_unsafe(parent, shared=True) is None:
+                with contextlib.suppress(FileExistsError):
+                    place.mkdir(mode=0o700)
+                status = place.lstat()
+                private = stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077
+                if private and status.st_uid == os.getuid():
+                    return place
+    return None

@@ -20,6 +20,7 @@ from typing import Any
 
 from heliostat.errors import HeliostatError
 from heliostat.events import Emit, Event
+from heliostat.ownership import require_safe
 from heliostat.store import ClusterFolder, Store
 from heliostat.transport import process_start
 
@@ -59,6 +60,7 @@ def pack(archive: Archive, store: Store, emit: Emit) -> None:
     cache = archive.path.parent
     try:
         cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+        require_safe(archive.path)
         if not archive.path.exists():
             _write(archive, emit)
         _sweep(archive, store)

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from heliostat.errors import DeadlineError, DiskError, HeliostatError, NotFoundError
+from heliostat.ownership import require_safe
 from heliostat.states import TERMINAL, ClusterState, NodeState, summary
 from heliostat.transport import process_start
 
@@ -318,24 +319,42 @@ class Store:
         self.clusters = self.home / "clusters"
         self.ended = self.home / "history"
         self.cache = self.home / "cache"
+        self._checked: set[str] = set()  # directories that are known to be safe
+
+    def check(self) -> None:
+        """Raises when another user can change the home or what is in it: nothing there is trusted, read or executed then."""
+        if str(self.home) in self._checked:
+            return
+        for folder in (self.home, self.clusters, self.ended, self.cache):
+            require_safe(folder, checked=self._checked)
+        self._checked.add(str(self.home))  # it may be a link, or not exist yet
 
     def prepare(self) -> None:
         """Makes the folders. Only verbs that start something call it: looking must work on a read-only home."""
+        self.check()
         for folder in (self.home, self.clusters, self.ended):
             try:
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             except OSError as error:
                 raise _disk_error(folder, error) from error
+        self._checked.clear()  # what was missing is there now, and may be somebody else's
+        self.check()
 
     def names(self) -> list[str]:
+        self.check()
         try:
             return sorted(entry.name for entry in os.scandir(self.clusters) if not entry.name.startswith("."))
         except OSError:
             return []
 
     def find(self, name: str) -> ClusterFolder | None:
+        """The cluster of this name, unless there is none. Raises when another user can change its directory or its record."""
+        self.check()
         path = self.clusters / name
-        return ClusterFolder(path) if NAME.fullmatch(name) and (path / "record.json").exists() else None
+        if not NAME.fullmatch(name) or not (path / "record.json").exists():
+            return None
+        require_safe(path / "record.json", checked=self._checked)
+        return ClusterFolder(path)
 
     def open(self, name: str) -> ClusterFolder:
         """By name, or by a native id (a scheduler's job id) that a cluster has."""
@@ -419,6 +438,7 @@ class Store:
 
     def past(self) -> list[Record]:
         """The records of the ended clusters, oldest first."""
+        self.check()
         try:
             folders = [ClusterFolder(Path(entry.path)) for entry in os.scandir(self.ended)]
         except OSError:
@@ -431,6 +451,7 @@ class Store:
 
     def last_past(self, name: str) -> ClusterFolder | None:
         """The folder of the ended cluster that had this name last."""
+        self.check()
         newest: tuple[float, ClusterFolder] | None = None
         try:
             entries = [entry for entry in os.scandir(self.ended) if entry.name.startswith(f"{name}-")]

@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, BinaryIO
 
 from heliostat.errors import HeliostatError, UsageError
+from heliostat.ownership import temp_directory
 from heliostat.units import format_bytes
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ def pack(
     skipped: list[str] = []
     root = os.path.realpath(folder)
     entries = _survey(folder, root, excludes, limit_bytes, skipped)
-    handle, name = tempfile.mkstemp(prefix="heliostat-", suffix=".zip")  # 0600
+    handle, name = tempfile.mkstemp(prefix="heliostat-", suffix=".zip", dir=temp_directory())  # 0600
     try:
         with os.fdopen(handle, "wb") as out:
             writer = _Writer(root, entries, limit_bytes, skipped, progress)

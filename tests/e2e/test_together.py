@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import shlex
 import shutil
-import stat
 import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import heliostat as package
-import leaks
 from shared import COMMAND, PATIENCE_S, document, heliostat, nothing_left, private_home
+from users import User, make_user
 
 pytestmark = [pytest.mark.needs_ray, pytest.mark.needs_linux]
 
@@ -33,77 +26,6 @@ WHO = [
     "there = ray.get(ray.remote(lambda: (os.getuid(), len(state.list_nodes()))).remote()); "
     "print(json.dumps([os.environ['HELIOSTAT_CLUSTER'], os.getuid(), *there]))",
 ]
-
-
-# --- another user
-
-
-@dataclass(frozen=True)
-class Neighbour:
-    """Another user of this computer. `before`: the words that make a command theirs."""
-
-    uid: int
-    home: Path
-    before: list[str]
-
-    def words(self, *words: object) -> list[str]:
-        home = str(self.home)
-        env = {"HOME": home, "TMPDIR": home, "PATH": os.environ["PATH"], leaks.TAG: leaks.RUN}
-        return [*self.before, "env", "-i", *(f"{k}={v}" for k, v in env.items()), *map(str, words)]
-
-    def run(self, *words: object) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            self.words(*words), capture_output=True, text=True, timeout=PATIENCE_S, cwd="/", check=False
-        )
-
-
-@contextlib.contextmanager
-def a_neighbour() -> Iterator[Neighbour]:
-    """Makes a user who can run what we run, and takes every trace of it away again."""
-    name = f"hs-{os.getpid()}"
-    with tempfile.TemporaryDirectory(prefix="hn-", dir="/tmp") as folder:
-        home = Path(folder) / "home"
-        stage = Path(folder) / "stage"
-        stage.mkdir()
-        subprocess.run(["useradd", "--no-create-home", "--home-dir", str(home), name], check=True)
-        try:
-            home.mkdir(mode=0o700)
-            shutil.chown(home, name)
-            Path(folder).chmod(0o711)
-            yield Neighbour(home.stat().st_uid, home, [*_in_sight(stage), "runuser", "-u", name, "--"])
-        finally:
-            subprocess.run(["userdel", name], check=True)
-
-
-def _in_sight(stage: Path) -> list[str]:
-    """The words before a command that needs the interpreter, its packages and ours, as somebody who is not root.
-
-    Where these lie in a folder that is closed to others (a Python under /root), the command gets a view of the disk of
-    its own, in which that folder is empty but for them. The view ends with the command; the disk is not touched."""
-    source = Path(str(package.__file__)).parents[1]
-    binary = Path(sys.executable).resolve().parents[1]
-    needed = {Path(sys.prefix), Path(sys.base_prefix), binary, source}
-    closed = {path: _closed_above(path) for path in needed}
-    hidden = sorted(path for path, above in closed.items() if above)
-    if not hidden:
-        return []
-    lines = ["set -e", shlex.join(["mount", "-t", "tmpfs", "tmpfs", str(stage)])]
-    for number, path in enumerate(hidden):
-        aside = stage / str(number)
-        lines += [shlex.join(["mkdir", str(aside)]), shlex.join(["mount", "--bind", str(path), str(aside)])]
-    for above in sorted({str(above) for above in closed.values() if above}):
-        lines.append(shlex.join(["mount", "-t", "tmpfs", "-o", "mode=755", "tmpfs", above]))
-    for number, path in enumerate(hidden):
-        lines.append(shlex.join(["mkdir", "-p", str(path)]))
-        lines.append(shlex.join(["mount", "--bind", str(stage / str(number)), str(path)]))
-    script = "\n".join([*lines, 'exec "$@"'])
-    return ["unshare", "--mount", "--propagation", "private", "bash", "-c", script, "bash"]
-
-
-def _closed_above(path: Path) -> Path | None:
-    """The first folder on the way to `path` that others may not enter."""
-    above = [*reversed(path.parents), path]
-    return next((folder for folder in above if not folder.stat().st_mode & stat.S_IXOTH), None)
 
 
 # --- the clusters: `one` (asked for three times at once) and `two` are ours, a second `one` is the neighbour's
@@ -122,16 +44,16 @@ def no_leaks(home: Path) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def neighbour(no_leaks: None) -> Iterator[Neighbour | None]:
+def neighbour(no_leaks: None) -> Iterator[User | None]:
     if os.geteuid() != 0 or not shutil.which("useradd"):
         yield None  # the tests that need one say so
         return
-    with a_neighbour() as found:
+    with make_user() as found:
         yield found
 
 
 @pytest.fixture(scope="module", autouse=True)
-def started(home: Path, neighbour: Neighbour | None) -> Iterator[dict[str, list[tuple[int, str, str]]]]:
+def started(home: Path, neighbour: User | None) -> Iterator[dict[str, list[tuple[int, str, str]]]]:
     """(exit code, stdout, stderr) of each `up`; all of them began at the same moment."""
     asked = {name: [[COMMAND, "up", "--name", name, *SMALL]] * n for name, n in (("one", 3), ("two", 1))}
     if neighbour:
@@ -196,7 +118,7 @@ def test_two_clusters_that_start_together_both_work(home: Path, started, spawn_c
 
 
 @pytest.mark.needs_two_users
-def test_two_users_at_once(home: Path, neighbour: Neighbour, started) -> None:
+def test_two_users_at_once(home: Path, neighbour: User, started) -> None:
     """Clusters of the same name that began at the same moment, and neither user can look into the other's."""
     ((code, address, words),) = started["theirs"]
     assert code == 0, words
@@ -219,7 +141,7 @@ def test_two_users_at_once(home: Path, neighbour: Neighbour, started) -> None:
         assert path.lstat().st_uid == neighbour.uid
 
 
-def test_down_of_one_leaves_the_others(home: Path, neighbour: Neighbour | None, started) -> None:
+def test_down_of_one_leaves_the_others(home: Path, neighbour: User | None, started) -> None:
     before = records(home)["two"]
     heliostat("down", "one")
     assert [cluster["name"] for cluster in document("ls")["clusters"]] == ["two"]

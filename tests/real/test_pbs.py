@@ -24,6 +24,7 @@ from real.onlab import (
     SILENT,
     SLOW,
     becomes,
+    kill_whole,
     no_clusters,
     nothing_on_hosts,
     ok,
@@ -53,6 +54,11 @@ if not os.path.exists("once"):
 print("life 2", flush=True)
 sys.exit(4)
 """
+
+IN_TMP = [
+    "--setup",
+    "export TMPDIR=/tmp",
+]  # PBS removes the directory for temporary files that it makes for each job
 
 
 @pytest.fixture(scope="module")
@@ -345,6 +351,25 @@ def test_an_agent_is_killed(lab: PbsLab, words: list[str], host: str, ends: bool
     assert "killed" in seen["w1"][1] and seen["state"] == "partial"
     ok(lab.heliostat("up", *words, "--name", "lab", "--nodes", "2"))
     assert status(lab)["state"] == "ready"
+    ok(lab.heliostat("down", "lab"))
+
+
+def test_every_process_of_a_worker_is_killed(lab: PbsLab, words: list[str]) -> None:
+    """Nobody on its host is left to remove its private directory: the first node has it done while the job has the host."""
+    up(lab, words, *IN_TMP, "--nodes", "3")
+    temp = kill_whole(lab, "n3", "w2")
+    becomes(lab, "w2 is lost", lambda now: now["w2"][0] in ("LOST", "FAILED"))
+    ok(lab.heliostat("down", "lab"))
+    assert lab.root("n3", "ls", temp).rc != 0
+
+
+def test_every_process_of_the_first_node_is_killed(lab: PbsLab, words: list[str]) -> None:
+    """With them the job ends. The next agent of the same user on that host removes what is left."""
+    up(lab, words, *IN_TMP)
+    temp = kill_whole(lab, "n1", "head")
+    wait_for("the cluster's end", lambda: over(lab))
+    up(lab, words, *IN_TMP)
+    assert lab.root("n1", "ls", temp).rc != 0
     ok(lab.heliostat("down", "lab"))
 
 

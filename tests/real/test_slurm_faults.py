@@ -13,7 +13,7 @@ import pytest
 
 from lab import ROOT, USER, Lab, wait_for
 from real.faults import fake_ray, four_lines
-from real.onlab import SILENT, becomes, no_clusters, nothing_on_hosts, ok, past, pids, status, up
+from real.onlab import SILENT, becomes, kill_whole, no_clusters, nothing_on_hosts, ok, past, pids, status, up
 
 pytestmark = [pytest.mark.needs_slurm]
 
@@ -144,6 +144,25 @@ def test_an_agent_is_killed(lab: Lab, words: list[str], host: str, ends: bool) -
     ok(lab.heliostat("up", *words, "--name", "lab", "--nodes", "2"))
     assert status(lab)["state"] == "ready"
     ok(lab.heliostat("scale", "lab", "0"))
+    ok(lab.heliostat("down", "lab"))
+
+
+def test_every_process_of_a_worker_is_killed(lab: Lab, words: list[str]) -> None:
+    """Nobody on its host is left to remove its private directory: the first node has it done while the job has the host."""
+    up(lab, words, "--nodes", "3")
+    temp = kill_whole(lab, "n3", "w2")
+    becomes(lab, "w2 is lost", lambda now: now["w2"][0] in ("LOST", "FAILED"))
+    ok(lab.heliostat("down", "lab"))
+    assert lab.root("n3", "ls", temp).rc != 0
+
+
+def test_every_process_of_the_first_node_is_killed(lab: Lab, words: list[str]) -> None:
+    """With them the job ends. The next agent of the same user on that host removes what is left."""
+    up(lab, words)
+    temp = kill_whole(lab, "n1", "head")
+    wait_for("the cluster's end", lambda: lab.heliostat("ls").err.startswith("no clusters"))
+    up(lab, words)
+    assert lab.root("n1", "ls", temp).rc != 0
     ok(lab.heliostat("down", "lab"))
 
 

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from heliostat.agent import main as agent_main
 from heliostat.agent import processes
 from heliostat.planning import agent_archive
 
@@ -181,48 +178,3 @@ def test_stop_removes_only_folders_that_an_agent_made(agent, tmp_path: Path) -> 
     temps = [str(ours), str(theirs), str(tmp_path / "none"), None, ""]
     assert answer(agent("stop", given={"nodes": [{**node, "temp": temp} for temp in temps]}))["ok"]
     assert not ours.exists() and theirs.exists()
-
-
-def test_the_private_folder_is_private_and_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    long = tmp_path / ("x" * 60)
-    long.mkdir()
-    monkeypatch.setattr(agent_main.tempfile, "gettempdir", lambda: str(long))
-    folder = agent_main.private_folder()
-    try:
-        assert len(folder) <= agent_main.LONGEST_TEMP and os.stat(folder).st_mode & 0o777 == 0o700
-        assert folder.startswith("/tmp/hs-")
-    finally:
-        shutil.rmtree(folder)
-
-
-def test_nowhere_to_put_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(**_: Any) -> str:
-        raise PermissionError
-
-    monkeypatch.setattr(agent_main.tempfile, "mkdtemp", refuse)
-    with pytest.raises(OSError, match="no folder for temporary files"):
-        agent_main.private_folder()
-
-
-def test_what_a_killed_node_left_is_swept_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A scheduler whose patience ends kills everything -9: nobody is there to remove the folder."""
-    with tempfile.TemporaryDirectory(prefix="t") as parent:
-        monkeypatch.setattr(agent_main.tempfile, "gettempdir", lambda: parent)
-        code = "import sys; sys.path.insert(0, sys.argv[1]); from agent import main; print(main.private_folder(), flush=True); "
-        package = str(Path(agent_main.__file__).parents[1])
-
-        def start(more: str) -> subprocess.Popen[str]:
-            env = {**os.environ, "TMPDIR": parent}
-            return subprocess.Popen(
-                [sys.executable, "-c", code + more, package], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-            )  # fmt: skip
-
-        dead, alive = start("pass"), start("input()")
-        assert dead.stdout and alive.stdout and alive.stdin
-        left, kept = Path(dead.stdout.readline().strip()), Path(alive.stdout.readline().strip())
-        dead.communicate(timeout=60)
-        foreign = Path(parent) / "hs-notours"
-        foreign.mkdir()
-        mine = Path(agent_main.private_folder())
-        assert not left.exists() and kept.exists() and mine.exists() and foreign.exists()
-        alive.communicate("\n", timeout=60)

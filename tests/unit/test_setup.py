@@ -29,7 +29,7 @@ me=$(dirname "$0")
 case $1 in
 -c) read ray <"$me/ray"; [ "$ray" = none ] && ray=null || ray="\\"$ray\\""
     echo "{\\"ray\\": $ray, \\"python\\": \\"3.11.2\\", \\"whole\\": $(cat "$me/whole")}" ;;
--m) echo "pip $*" >>"$SAID"; exec "$INSTALL" "$me" "$@" ;;
+-I) echo "pip $*" >>"$SAID"; exec "$INSTALL" "$me" "$@" ;;
 esac
 """
 UV = """#!/bin/sh
@@ -116,7 +116,7 @@ def test_another_ray_is_upgraded_by_pip_where_there_is_no_uv(world: World) -> No
     answer = world.ask()
     assert (answer["done"], answer["was"], answer["ray"]) == ("upgraded", "2.59.0", "2.60.0")
     (told,) = world.told()
-    assert told.startswith("pip -m pip install") and "--force-reinstall" not in told
+    assert told.startswith("pip -I -m pip install") and "--force-reinstall" not in told
 
 
 def test_up_changes_nothing_that_is_there(world: World) -> None:

@@ -1,71 +1,29 @@
-"""What the agent answers to: `probe`, `setup`, `node`, `stop`, `watch`. JSON in on standard input, one JSON answer out on every path.
+"""What the agent answers to: `probe`, `setup`, `node`, `stop`, `sweep`, `watch`. JSON in on standard input, one JSON answer out on every path.
 `follow` goes on, and answers in lines."""
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import secrets
-import shutil
 import signal
-import stat
 import sys
-import tempfile
 import time
 import traceback
 from typing import Any, Callable, Dict, List
 
-from . import files, processes
+from . import files, ownership, processes, tempdirs
 
 Json = Dict[str, Any]
-LONGEST_TEMP = 40  # Ray's sockets lie below it, and AF_UNIX paths end at 107 bytes
 
 
 def do_probe(_: Json) -> Json:
     from . import probe
 
-    return {"ok": True, **probe.probe()}
-
-
-def private_folder() -> str:
-    """A new folder of ours alone on a local disk, with a path that is short enough for Ray's sockets."""
-    for parent in (tempfile.gettempdir(), "/tmp"):
-        if len(os.fsencode(parent)) + len("/hs-12345678/ray") <= LONGEST_TEMP:
-            try:
-                _sweep(parent)
-                made = tempfile.mkdtemp(prefix="hs-", dir=parent)
-                _lock(made)
-                return made
-            except OSError:
-                continue
-    raise OSError(
-        "no folder for temporary files with a path of under %d bytes is writable" % (LONGEST_TEMP - 16)
-    )
-
-
-def _lock(folder: str) -> bool:
-    """Holds the folder for as long as this process, or its child, lives; False: somebody else does."""
-    descriptor = os.open(os.path.join(folder, "lock"), os.O_WRONLY | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        return False
-    return True
-
-
-def _sweep(parent: str) -> None:
-    """What is left of nodes of ours whose every process was killed -9, as a scheduler does when its patience ends."""
-    for name in os.listdir(parent):
-        folder = os.path.join(parent, name)
-        if name.startswith("hs-") and os.path.isfile(os.path.join(folder, "lock")):
-            try:
-                about = os.lstat(folder)  # a link is somebody's trick
-                if stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid() and _lock(folder):
-                    shutil.rmtree(folder, ignore_errors=True)
-            except OSError:
-                pass  # another is sweeping too
+    found = probe.probe()
+    folder = os.path.join(os.path.expanduser("~"), ".heliostat", "via")
+    unsafe = ownership.find_unsafe(folder) or ownership.find_unsafe(found["disk"]["path"], shared=True)
+    return {"ok": True, **found, "unsafe": unsafe._asdict() if unsafe else None}
 
 
 def do_node(config: Json) -> Json:
@@ -73,12 +31,18 @@ def do_node(config: Json) -> Json:
     ends, the keeper ends every process that is left of it and removes its folder."""
     umask = os.umask(0o077)
     config = {**_at_home(_mine(config)), "umask": umask}  # the person's own, for their command
+    unsafe = ownership.find_unsafe(config["folder"])
+    if unsafe:
+        raise OSError("the cluster's directory %s is not safe: %s" % (config["folder"], unsafe))
     if "standalone" in config:
         _make_folder(config)
     os.environ[processes.MARK] = config["mark"]
     # told to end before anybody can listen: it waits until both of us do
     signal.pthread_sigmask(signal.SIG_BLOCK, processes.SIGNALS)
-    temp = private_folder()
+    try:
+        temp = tempdirs.make(config["mark"])
+    except OSError as error:
+        return _mourn(config, sentence(error))
     keeper = os.getpid()
     processes.adopt_orphans()
     reader, writer = os.pipe()
@@ -94,7 +58,7 @@ def do_node(config: Json) -> Json:
     with os.fdopen(reader, "rb") as stream:
         said = stream.read()
     left = processes.end_all([keeper], config["mark"])
-    shutil.rmtree(temp, ignore_errors=True)
+    tempdirs.remove(temp)
     if said:
         answer: Json = json.loads(said)
     else:
@@ -149,10 +113,10 @@ def _be_the_agent(config: Json, temp: str, keeper: int, writer: int) -> None:
         answer = serve(config, temp, Head if config["role"] == "head" else Worker)
     except BaseException as error:
         traceback.print_exc()
-        answer = _mourn(config, repr(error))
+        answer = _mourn(config, sentence(error))
     if os.getppid() != keeper:  # it was killed, so its work is ours
         processes.end_all([os.getpid()], config["mark"])
-        shutil.rmtree(temp, ignore_errors=True)
+        tempdirs.remove(temp)
         os._exit(1)
     os.write(writer, json.dumps(answer).encode())
     os._exit(0)
@@ -191,7 +155,8 @@ def _mourn(config: Json, reason: str) -> Json:
 
 
 def do_stop(request: Json) -> Json:
-    """Ends the nodes named by {"pid", "start", "mark", "temp"}; verifies. `now`: no last will. Idempotent."""
+    """Ends the nodes named by {"pid", "start", "mark", "temp"}; verifies. `now`: no last will. Idempotent. Also removes what
+    any node of ours left on this host whose processes were killed."""
     deadline = time.monotonic() + float(request.get("seconds", 60))
     nodes: List[Json] = request["nodes"]
     living = [n for n in nodes if processes.alive(n["pid"], n.get("start"))]
@@ -205,11 +170,19 @@ def do_stop(request: Json) -> Json:
     for node in nodes:
         roots = [node["pid"]] if processes.alive(node["pid"], node.get("start")) else []
         left += processes.end_all(roots, node["mark"])
-        temp = node.get("temp") or ""
-        made_by_us = os.path.basename(temp).startswith("hs-") and os.path.isdir(temp)
-        if made_by_us and os.stat(temp).st_uid == os.getuid():
-            shutil.rmtree(temp, ignore_errors=True)
+        tempdirs.remove(node.get("temp") or "")
+    tempdirs.sweep_all([node.get("temp") or "" for node in nodes])
     return {"ok": not left, "left": left, "killed": [n["pid"] for n in living]}
+
+
+def do_sweep(_: Json) -> Json:
+    """Removes what nodes of ours left on this host whose processes were killed; waits a little for the last of them to end."""
+    deadline = time.monotonic() + 5
+    removed = tempdirs.sweep_all([])
+    while time.monotonic() < deadline and any(map(tempdirs.ending, tempdirs.parents())):
+        time.sleep(0.1)
+        removed += tempdirs.sweep_all([])
+    return {"ok": True, "removed": removed}
 
 
 def do_setup(request: Json) -> Json:
@@ -230,7 +203,18 @@ VERBS: Dict[str, Callable[[Json], Json]] = {
     "stop": do_stop,
     "setup": do_setup,
     "watch": do_watch,
+    "sweep": do_sweep,
 }
+
+
+def sentence(error: BaseException) -> str:
+    """The error as a cause that a person can read."""
+    if isinstance(error, OSError):
+        why = error.strerror or str(error) or type(error).__name__
+        return "cannot use %s: %s" % (error.filename, why) if error.filename else why
+    if type(error) is ValueError:
+        return str(error)
+    return "the agent failed with %s (%s); its log has the traceback" % (type(error).__name__, error)
 
 
 def _say(answer: Json) -> None:
@@ -255,6 +239,6 @@ def main() -> int:
         answer = verb(json.loads(text))
     except Exception as error:
         traceback.print_exc()
-        answer = {"ok": False, "error": "%s: %s" % (type(error).__name__, error), "exit_code": 1}
+        answer = {"ok": False, "error": sentence(error), "exit_code": 1}
     _say(answer)
     return int(answer.get("exit_code", 0 if answer.get("ok") else 1))

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 Json = Dict[str, Any]
 NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+SWEEP_S = 10.0  # the job waits for the others about that long when it ends
 # what the scheduler sets for each host itself, and what must not be written down
 NOT_CARRIED = re.compile(r"PBS_.*|NCPUS|HOSTNAME|_|.*_VISIBLE_DEVICES|GPU_DEVICE_ORDINAL|RAY_AUTH_TOKEN")
 
@@ -38,6 +39,28 @@ async def start(node: Node) -> None:
     if code and not node.stopping.is_set():
         said = files.tail(log, 300).strip()
         node.others_failed("the step that starts them ended with code %d: %s" % (code, said), node.others)
+    if any(_was_killed(node, name) for name in node.others):
+        # the same step once more; `--no-kill` and `--wait=0` make it wait for every host that still answers
+        await _run_sweep(node, [*node.config["others"][:-1], "sweep"])
+
+
+def _was_killed(node: Node, name: str) -> bool:
+    """Whether the agent started and ended without a last report: what it has on its host is still there."""
+    words = files.read_json(os.path.join(node.folder, "nodes", name + ".json")) or {}
+    mine = words.get("launch", 0) == node.config.get("launch", 0)
+    return mine and words.get("state") not in (None, "GONE", "FAILED")
+
+
+async def _run_sweep(node: Node, words: List[str]) -> None:
+    """Removes on another host what a killed agent left there, while the job still has that host."""
+    try:
+        with open(os.path.join(node.logs, "step.log"), "ab") as out:
+            child = await asyncio.create_subprocess_exec(
+                *words, stdin=asyncio.subprocess.PIPE, stdout=out, stderr=out
+            )
+        await asyncio.wait_for(child.communicate(b"{}"), SWEEP_S)
+    except (OSError, asyncio.TimeoutError):
+        pass  # the next agent on that host removes it
 
 
 async def _one_a_host(node: Node, whole: Json) -> None:
@@ -76,16 +99,18 @@ def prepare(config: Json, whole: Json, first: str) -> Tuple[List[Tuple[str, str,
 
 
 def script(config: Json, path: str) -> str:
-    """For every host the same; its rank and its node's name are what it is called with."""
+    """For every host the same; its rank and its node's name are what it is called with. With `sweep` after them it removes what
+    was left there."""
     env = {k: v for k, v in os.environ.items() if NAME.fullmatch(k) and not NOT_CARRIED.fullmatch(k)}
     if env.get("OMP_NUM_THREADS") == os.environ.get("NCPUS"):
         env.pop("OMP_NUM_THREADS", None)  # the scheduler's own, which differs where the hosts differ
-    agent = [sys.executable, os.path.abspath(sys.argv[0]), "node"]
+    agent = [sys.executable, os.path.abspath(sys.argv[0])]
     log = _quote(os.path.join(config["folder"], "logs")) + '/"$2"/agent.log'
     lines = ["umask %03o" % config.get("umask", 0o077)]
     lines += ["export %s=%s" % (name, _quote(value)) for name, value in sorted(env.items())]
     lines += ["export %s=$1" % config["rank"], "cd %s || cd /" % _quote(os.getcwd())]
-    lines.append("exec %s <%s >>%s 2>&1" % (" ".join(map(_quote, agent)), _quote(path), log))
+    words = " ".join(map(_quote, agent))
+    lines.append('exec %s "${3:-node}" <%s >>%s 2>&1' % (words, _quote(path), log))
     return "\n".join(lines) + "\n"
 
 
@@ -103,6 +128,8 @@ async def _watch(node: Node, name: str, host: str, words: List[str]) -> None:
                 *words, stdin=asyncio.subprocess.DEVNULL, stdout=out, stderr=out
             )
         await child.wait()
+        if _was_killed(node, name):
+            await _run_sweep(node, [*words, "sweep"])
         said = (files.tail(log, 300).strip() or files.tail(step, 300).strip()).rpartition("\n")[2]
     except OSError as error:
         said = str(error)

@@ -15,7 +15,7 @@ import sys
 import tempfile
 from typing import Any, Dict, List, Optional, Tuple
 
-from . import probe, processes
+from . import ownership, probe, processes
 from .setup import LOOK, UNFINISHED
 
 Json = Dict[str, Any]
@@ -98,6 +98,8 @@ class Staged(Own):
         cast: Optional[Json] = self.config.get("broadcast")
         if not cast or not shutil.which(cast["copy"][0]):
             return
+        if ownership.find_unsafe(tempfile.gettempdir(), shared=True):
+            return  # somebody could replace it
         # a name that nobody can guess: in /tmp somebody else could have put a file there before us
         copy = os.path.join(tempfile.gettempdir(), "hs-%s.tar" % secrets.token_hex(8))
         self.clean = [*cast["remove"], copy]
@@ -118,9 +120,13 @@ class Staged(Own):
         try:
             # in our own folder it ends with us, whatever happens
             os.rename(self.stage.get("copy") or "", copy)
-            archive = copy
+            if ownership.find_unsafe(copy) is None:
+                archive = copy
         except OSError:
             pass  # there is none, or not on this disk
+        unsafe = ownership.find_unsafe(archive)
+        if unsafe:
+            raise Refused("the archive %s is not safe: %s" % (archive, unsafe))
         disk = os.statvfs(self.temp)
         free, room = disk.f_bavail * disk.f_frsize, int(self.stage["room"])
         if free < room:

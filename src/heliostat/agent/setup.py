@@ -28,6 +28,7 @@ STAMP = "heliostat.json"  # in the environment: which requirements are in it
 BEAT_S = 2.0
 SILENT_S = 90.0  # a shared disk may show another machine's last beat a minute late
 LOOK_S = 120.0
+ISOLATED = ("-I", "-m")  # not from the current directory, which may be anybody's
 # ray[default] brings these three; other libraries bring two of them, and a bare Ray beside those has no dashboard
 LOOK = """
 import json, platform
@@ -193,7 +194,7 @@ class _Environment:
             self.run(
                 [uv, "venv", "--quiet", "--python", sys.executable, self.folder]
                 if uv
-                else [sys.executable, "-m", "venv", self.folder],
+                else [sys.executable, *ISOLATED, "venv", self.folder],
                 claim,
             )
         elif os.path.exists(os.path.join(self.folder, STAMP)):
@@ -202,7 +203,7 @@ class _Environment:
         words = (
             [uv, "pip", "install", "--quiet", "--compile-bytecode", "--python", self.python]
             if uv
-            else [self.python, "-m", "pip", "install", "-q", "--compile", "--disable-pip-version-check"]
+            else [self.python, *ISOLATED, "pip", "install", "-q", "--compile", "--disable-pip-version-check"]
         )
         if claim.again and not claim.making:  # half of a package may be there under its name
             words.append("--reinstall" if uv else "--force-reinstall")
@@ -233,7 +234,7 @@ class _Environment:
                 words = [w for w in out.read().decode("utf-8", "replace").splitlines() if w.strip()]
                 errors = [line for line in words if "error" in line.lower() or "ensurepip" in line]
                 said = (errors or words or ["nothing"])[-1].strip()[:300]
-                raise Failed("`%s` said: %s" % (" ".join(argv[:4]), said))
+                raise Failed("`%s` said: %s" % (" ".join(argv[:5]), said))
 
 
 class Claim:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode, urlsplit
 
 from heliostat.errors import HeliostatError, Refused, UsageError
+from heliostat.ownership import temp_directory
 
 if TYPE_CHECKING:
     import urllib3
@@ -120,7 +121,8 @@ class Api:
                 hint="pip install 'heliostat[kubernetes]'",
             ) from None
         configuration = Configuration()
-        private = Path(tempfile.mkdtemp(prefix="heliostat-kube-"))  # for keys that are inside a kubeconfig
+        # for keys that are inside a kubeconfig
+        private = Path(tempfile.mkdtemp(prefix="heliostat-kube-", dir=temp_directory()))
         atexit.register(shutil.rmtree, private, ignore_errors=True)  # a plugin may make more of them later
         paths = [os.path.abspath(os.path.expanduser(p)) for p in self.kubeconfig.split(os.pathsep) if p]
         try:

@@ -35,6 +35,7 @@ from heliostat.backends.base import (
     by_name,
 )
 from heliostat.errors import HeliostatError, UsageError
+from heliostat.ownership import temp_directory
 from heliostat.ssh import far
 from heliostat.states import NodeState
 from heliostat.store import read_json, write_atomic
@@ -230,8 +231,10 @@ class Launcher:
             if folder and folder.is_dir():
                 temp = str(folder / "tmp")
             else:
-                temp = stack.enter_context(tempfile.TemporaryDirectory(prefix="hl-"))
-            argv = [sys.executable, "-m", "heliostat.launching"]
+                made = tempfile.TemporaryDirectory(prefix="hl-", dir=temp_directory())
+                temp = stack.enter_context(made)
+            # by its path: `python -m` would look for it in the current directory first, which may be anybody's
+            argv = [sys.executable, str(Path(__file__).parents[1] / "launching")]
             done = host.run(argv, input=json.dumps({**request, "temp": temp}).encode(), timeout=seconds)
         try:
             answer: Json = json.loads(done.out.strip().splitlines()[-1])

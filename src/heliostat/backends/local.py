@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from heliostat.backends.base import RUN_S, Check, File, Handle, Observation, Order, Plan, Question, Step
 from heliostat.errors import HeliostatError, UsageError
+from heliostat.ownership import require_safe
 from heliostat.states import NodeState
 from heliostat.transport import process_start
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from heliostat.transport import Completed, Spawner, Transport
 
 STOP_S = 60.0
+# by its path: `python -m` would look for it in the current directory first, which may be anybody's
+OWN_AGENT = Path(__file__).parents[1] / "agent"
 
 
 @dataclass(frozen=True)
@@ -121,9 +124,12 @@ class Local:
         folder = Path(handles[0].detail["folder"])
         nodes = [{**handle.detail, "temp": _temp(folder, handle.nodes[0])} for handle in handles]
         request = json.dumps({"nodes": nodes, "now": now, "seconds": STOP_S}).encode()
-        agent = folder / "agent.pyz"  # gone where an earlier `down` needed its room on a full disk
-        words = [str(agent)] if agent.exists() else ["-m", "heliostat.agent"]
-        done = host.run([sys.executable, *words, "stop"], input=request, timeout=STOP_S + 60)
+        agent = folder / "agent.pyz"
+        if not agent.exists():  # an earlier `down` needed its room on a full disk
+            agent = OWN_AGENT
+        else:
+            require_safe(agent)
+        done = host.run([sys.executable, str(agent), "stop"], input=request, timeout=STOP_S + 60)
         try:
             answer = json.loads(done.out)
         except ValueError:

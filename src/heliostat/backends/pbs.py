@@ -158,6 +158,7 @@ class Pbs(_batch.Batch):
             first=[BEGAN],
             config=config,
             python=order.python,
+            checked=not order.config.get("standalone"),
         )
         path = order.folder / f"script{suffix}.sh"
         qsub = f"{order.facts['bin']}/qsub" if "bin" in order.facts else "qsub"

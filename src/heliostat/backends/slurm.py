@@ -150,6 +150,7 @@ class Slurm(_batch.Batch):
             comment=f"heliostat: {count(len(order.members), 'node')} of `{spec.cluster_name}`; this script is the first",
             config=config,
             python=order.python,
+            checked=not order.config.get("standalone"),
         )
         path = order.folder / f"script{suffix}.sh"
         submit = ("sbatch", "--parsable", *_where(_clusters(options)), path.as_posix())

@@ -25,7 +25,8 @@ from heliostat.backends.base import (
     by_name,
 )
 from heliostat.errors import HeliostatError, PartlyDone, UsageError
-from heliostat.mirror import PLACE, pack
+from heliostat.mirror import PLACE, UNSAFE, pack
+from heliostat.script import SAFE
 from heliostat.ssh import far
 from heliostat.states import NodeState
 from heliostat.transport import at_once
@@ -201,7 +202,8 @@ class OverSsh:
         def one(handle: Handle) -> str:
             target = far(handle.detail["ssh"])
             try:
-                work = Mirror(ClusterFolder(folder), target, Path(handle.detail["folder"])).finish()
+                mirror = Mirror(ClusterFolder(folder), target, Path(handle.detail["folder"]))
+                work = mirror.finish(_stop_request(handle, now=True), handle.detail)
             except (HeliostatError, OSError, ValueError) as error:
                 there = "refused" not in handle.detail
                 return f"the logs of {handle.nodes[0]} stay on {target.target}: {error}" if there else ""
@@ -249,7 +251,7 @@ def _start(order: Order, step: Step, texts: Mapping[str, bytes], head: Mapping[s
     mine = {n: d for n, d in order.files.items() if detail["role"] == "head" or not n.endswith(".zip")}
     files = {script: texts[script], f"config-{node}.json": json.dumps(config).encode(), **mine}
     words = [node, step.config["role"], step.config["mark"]]
-    argv = ["sh", "-c", _SWEEP + _START, "sh", detail["folder"], *words]
+    argv = ["sh", "-c", SAFE + _SWEEP + _START, "sh", detail["folder"], *words]
     try:
         done = far(detail["ssh"]).run(argv, input=pack(files), timeout=START_S + 30)
         answer = json.loads(done.out.strip().splitlines()[-1])
@@ -275,7 +277,7 @@ def _found(host: Host, cluster: str) -> list[Handle]:
     """What this host has of clusters of this name; nothing where it cannot be asked."""
     node, found = host.node, []
     try:
-        done = far(ssh_words(host)).run(["sh", "-c", _FIND, "sh", PLACE, node], timeout=ASK_S)
+        done = far(ssh_words(host)).run(["sh", "-c", SAFE + _FIND, "sh", PLACE, node], timeout=ASK_S)
         for line in done.out.splitlines():
             config, words = json.loads(line)
             if config["cluster"] == cluster and words.get("pid"):
@@ -300,7 +302,7 @@ def _stray(member: Member, place: Path, mark: str) -> Handle | None:
         "mark": f"{mark}-{member.name}",
         "role": member.role,
     }
-    argv = ["sh", "-c", _SWEEP + _STRAY, "sh", detail["folder"], member.name, detail["mark"]]
+    argv = ["sh", "-c", SAFE + _SWEEP + _STRAY, "sh", detail["folder"], member.name, detail["mark"]]
     try:
         words = json.loads(far(detail["ssh"]).run(argv, timeout=ASK_S).out)
     except (HeliostatError, ValueError):
@@ -314,9 +316,11 @@ def _ask(handle: Handle) -> Observation:
     if "refused" in handle.detail:
         return Observation(N.FAILED, handle.detail["refused"])
     detail = handle.detail
-    argv = ["sh", "-c", _LOOK, "sh", detail["folder"], handle.nodes[0], str(detail["pid"])]
+    argv = ["sh", "-c", SAFE + _LOOK, "sh", detail["folder"], handle.nodes[0], str(detail["pid"])]
     try:
         done = far(detail["ssh"]).run(argv, timeout=ASK_S)
+        if done.code == UNSAFE:
+            return Observation(N.UNKNOWN, done.err.strip()[-300:])
         started, _, words = done.out.partition("\n")
         said = json.loads(words) if words.strip() else {}
     except HeliostatError as error:
@@ -332,14 +336,11 @@ def _stop(handle: Handle, now: bool) -> tuple[str, bool] | None:
     detail = handle.detail
     if "refused" in detail:
         return None
-    node = {key: detail.get(key) for key in ("pid", "start", "mark", "temp")}
-    request = json.dumps({"nodes": [node], "now": now, "seconds": STOP_S}).encode()
-    script = 'cd -- "$1" 2>/dev/null || { echo \'{"ok": true}\'; exit 0; }; exec "$2" agent.pyz stop'
     target = far(detail["ssh"])
     try:
         done = target.run(
-            ["sh", "-c", script, "sh", detail["folder"], detail["executable"]],
-            input=request,
+            ["sh", "-c", SAFE + _STOP, "sh", detail["folder"], detail["executable"]],
+            input=_stop_request(handle, now).encode(),
             timeout=STOP_S + 60,
         )
         answer = json.loads(done.out)
@@ -348,6 +349,11 @@ def _stop(handle: Handle, now: bool) -> tuple[str, bool] | None:
     except ValueError:
         return f"{handle.nodes[0]}: {done.err.strip()[-200:]}", True
     return None if answer.get("ok") else (f"{handle.nodes[0]}: still there: {answer.get('left')}", True)
+
+
+def _stop_request(handle: Handle, now: bool) -> str:
+    node = {key: handle.detail.get(key) for key in ("pid", "start", "mark", "temp")}
+    return json.dumps({"nodes": [node], "now": now, "seconds": STOP_S})
 
 
 # ends whatever has this mark: it was started by one who died before it was on record
@@ -363,7 +369,7 @@ sweep() {
 # $1: the cluster's folder below the home; $2: the node; $3: its role; $4: its mark. On standard input: a tar of the files.
 _START = """
 umask 077
-mkdir -p -- "$1/logs/$2" "$1/nodes" && cd -- "$1" || exit 1
+safe . >/dev/null && mkdir -p -- "$1/logs/$2" "$1/nodes" && cd -- "$1" && safe . >/dev/null || exit 1
 [ -e "start-$2.sh" ] && sweep "$4"
 tar -xf - || exit 1
 rm -f -- "nodes/$2.json"; [ "$3" = head ] && rm -f head.json
@@ -383,23 +389,33 @@ _FIND = """
 cd -- "$1" 2>/dev/null || exit 0
 for d in */"$2"; do
   [ -s "$d/config-$2.json" ] && [ -s "$d/nodes/$2.json" ] || continue
+  safe "./$d" "config-$2.json" nodes "nodes/$2.json" >/dev/null || continue
   printf '[%s, %s]\\n' "$(tr -d '\\n' <"$d/config-$2.json")" "$(tr -d '\\n' <"$d/nodes/$2.json")"
 done
 """
 # $3: its mark. The words of the node that was started there; one that has not said any is ended here
 _STRAY = """
 cd -- "$1" 2>/dev/null || exit 0
+safe . >/dev/null || exit 1
 [ -s "nodes/$2.json" ] || sweep "$3"
 cat "nodes/$2.json" 2>/dev/null || echo '{}'
 """
 # $3: a process. First line: when it started, as the kernel counts; then the node's own words
 _LOOK = """
 cd -- "$1" 2>/dev/null || { echo gone; exit 0; }
+safe . >/dev/null || exit 9
 f="nodes/$2.json"
 s=$(cat "/proc/$3/stat" 2>/dev/null); s=${s##*) }
 set -- $s
 case $1 in Z|"") echo gone ;; *) echo "${20}" ;; esac
 cat "$f" 2>/dev/null
+"""
+
+# $1: the cluster's folder below the home; $2: the Python of its agent. On standard input: the request
+_STOP = """
+cd -- "$1" 2>/dev/null || { echo '{"ok": true}'; exit 0; }
+safe . agent.pyz >/dev/null || exit 9
+exec "$2" agent.pyz stop
 """
 
 BACKEND = OverSsh()

@@ -19,7 +19,7 @@ import click
 from heliostat._version import __version__
 from heliostat.cli.options import common
 from heliostat.cli.output import Output
-from heliostat.errors import HeliostatError, Interrupted, UsageError
+from heliostat.errors import HeliostatError, Interrupted, UsageError, printable
 
 # verb -> what it does, in the order of a day's work; a verb's file has its name
 VERBS = {
@@ -113,7 +113,7 @@ def run(arguments: Sequence[str]) -> int:
         return output.error(UsageError(error.format_message()))
     except HeliostatError as error:
         if output.debug:
-            traceback.print_exc()
+            sys.stderr.write(printable(traceback.format_exc()))
         return output.error(error)
     except (KeyboardInterrupt, click.Abort):
         return output.error(Interrupted("interrupted", hint="heliostat ls"))
@@ -153,7 +153,7 @@ def _defect(error: Exception, debug: bool) -> HeliostatError:
 
     text = traceback.format_exc()
     if debug:
-        sys.stderr.write(text)
+        sys.stderr.write(printable(text))
     place = ""
     try:
         store = Store()

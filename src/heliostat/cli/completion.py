@@ -20,4 +20,4 @@ def command(out: Output, /, shell: str) -> None:
     found = get_completion_class(shell)
     assert found is not None
     script = found(cli, {}, "heliostat", "_HELIOSTAT_COMPLETE").source()
-    out.document({"shell": shell, "script": script}) if out.json else out.data(script)
+    out.document({"shell": shell, "script": script}) if out.json else out.exact(script)

@@ -30,7 +30,7 @@ def show(out: Output, life: Lifecycle, config: Config, command: dict[str, Any] |
             out.say(f"{key} = {value}  ({origin})")
     if not backends.load(config.spec.on).starts_ray:  # what the platform is given, as it takes it
         for file in plan.files:
-            out.data(file.text.rstrip())
+            out.exact(file.text.rstrip())
         for note in plan.notes:
             out.say(f"# {note}")
         return
@@ -38,7 +38,7 @@ def show(out: Output, life: Lifecycle, config: Config, command: dict[str, Any] |
         for step, file in zip(plan.steps, plan.files, strict=True):
             words = [*step.argv[:-1], "SCRIPT"]  # this one, wherever it is saved
             out.say(f"# {len(step.nodes)} of `{config.spec.cluster_name}` by: {quote(words)}")
-            out.data(file.text)
+            out.exact(file.text)
         return
     out.data(f"# writes {order.folder.as_posix()}/: record.json, spec.yaml, events.jsonl, token (0600), and")
     out.data(f"# writes {order.agent.as_posix()}  (the agent, {format_bytes(len(agent_archive()))})")

@@ -29,4 +29,4 @@ def command(out: Output, /, cluster: str) -> None:
     apart = view.record.place or not backends.load(view.record.site).shares_files
     if apart and "RAY_AUTH_TOKEN_PATH" in env:  # the head's own path is of another machine
         env = {**env, "RAY_AUTH_TOKEN_PATH": str(view.folder.token)}
-    out.document({"env": env}) if out.json else out.data(export(env))
+    out.document({"env": env}) if out.json else out.exact(export(env))

@@ -115,7 +115,7 @@ def write_csv(out: Output, rows: list[dict[str, Any]], path: Path) -> None:
     writer.writeheader()
     writer.writerows(rows)
     if str(path) == "-":
-        return out.data(text.getvalue())
+        return out.exact(text.getvalue())
     try:
         path.write_text(text.getvalue(), encoding="utf-8", newline="")
     except OSError as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import json
 import time
 from datetime import datetime
 from pathlib import Path
@@ -13,8 +12,8 @@ import click
 
 from heliostat import backends
 from heliostat.cli.options import CLUSTER, common
-from heliostat.cli.output import Output
-from heliostat.errors import NotFoundError
+from heliostat.cli.output import Output, as_json
+from heliostat.errors import NotFoundError, printable
 from heliostat.jobs import Jobs
 from heliostat.lifecycle import Lifecycle
 from heliostat.store import ClusterFolder
@@ -62,7 +61,7 @@ class Sink:
             return self._keep(name, chunk)
         if name != self._file:
             self.out.raw("out", b"" if self._last.endswith(b"\n") else b"\n")
-            self.out.raw("out", f"==> {name} <==\n".encode())
+            self.out.raw("out", f"==> {printable(name)} <==\n".encode())
         self._file, self._last = name, chunk
         self.out.raw("out", chunk)
 
@@ -71,7 +70,7 @@ class Sink:
             self._decoders[name] = codecs.getincrementaldecoder("utf-8")(errors="replace")
         text = self._decoders[name].decode(chunk)
         if self.follow:
-            self.out.data(json.dumps({**self._of, "log": name, "text": text}))
+            self.out.data(as_json({**self._of, "log": name, "text": text}))
         else:
             self._texts[name] = self._texts.get(name, "") + text
 
@@ -122,7 +121,7 @@ def show_events(out: Output, folder: ClusterFolder, follow: bool) -> None:
     while True:
         events = list(folder.events())
         for event in events[shown:]:
-            out.data(json.dumps(event)) if out.json else out.data(event_line(event))
+            out.data(as_json(event)) if out.json else out.data(event_line(event))
         shown = len(events)
         if not follow or not folder.path.exists():
             return

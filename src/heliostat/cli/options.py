@@ -11,7 +11,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from heliostat.cli.native import native_options
-from heliostat.errors import UsageError
+from heliostat.errors import HeliostatError, UsageError
 
 if TYPE_CHECKING:
     from heliostat.config import Config
@@ -52,7 +52,11 @@ class ClusterName(click.ParamType[str]):
     ) -> list[CompletionItem]:
         from heliostat.store import Store
 
-        return [CompletionItem(name) for name in Store().names() if name.startswith(incomplete)]
+        try:
+            names = Store().names()
+        except HeliostatError:
+            return []  # the command itself says why
+        return [CompletionItem(name) for name in names if name.startswith(incomplete)]
 
 
 CLUSTER = ClusterName()

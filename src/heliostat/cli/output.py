@@ -1,4 +1,7 @@
-"""The voice: events become lines, JSON, or a live line on a terminal. stderr talks, stdout is data."""
+"""The voice: events become lines, JSON, or a live line on a terminal. stderr talks, stdout is data.
+
+Control characters in what is printed are written out here, whoever the text is from; only `raw`, the output of a person's own
+program, is not changed. Colours are put in as marks that nobody else can write, and become escape sequences last."""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from heliostat.errors import HeliostatError
+from heliostat.errors import HeliostatError, printable
 
 if TYPE_CHECKING:
     from heliostat.events import Event
@@ -42,6 +45,7 @@ class Output:
         self.unread = False  # nobody reads stdout any more
         self.began = time.monotonic()
         self._line = ""
+        self._mark = f"\0{os.urandom(8).hex()}"
         self._told = time.monotonic()
         self._last: tuple[str, float] = ("", time.monotonic())
 
@@ -51,7 +55,11 @@ class Output:
         stream = stream or sys.stderr
         if os.environ.get("NO_COLOR") or not stream.isatty() or role not in _COLOURS:
             return text
-        return f"\x1b[{_COLOURS[role]}m{text}\x1b[0m"
+        return f"{self._mark}[{_COLOURS[role]}m{text}{self._mark}[0m"
+
+    def shown(self, text: str) -> str:
+        """The text as the terminal gets it."""
+        return "\x1b".join(map(printable, text.split(self._mark)))
 
     def state(self, state: str, stream: Any = None) -> str:
         return self.colour(state, _STATE_COLOURS.get(state.lower(), ""), stream)
@@ -62,13 +70,20 @@ class Output:
             self._clear()
             self._talk(text + "\n")
 
-    def _talk(self, text: str) -> None:
+    def _talk(self, text: str, clear: str = "") -> None:
         with contextlib.suppress(OSError):  # a terminal that is gone must not keep us from our work
-            sys.stderr.write(text)
+            sys.stderr.write(clear + self.shown(text))
             sys.stderr.flush()
 
     def data(self, text: str) -> None:
         """What the command is for, to stdout."""
+        self._write(self.shown(text))
+
+    def exact(self, text: str) -> None:
+        """The same for another program, which gets it as it is; a terminal does not."""
+        self._write(self.shown(text) if sys.stdout.isatty() else text)
+
+    def _write(self, text: str) -> None:
         self._clear()
         with self._reader():
             sys.stdout.write(text if text.endswith("\n") else text + "\n")
@@ -92,7 +107,7 @@ class Output:
             raise
 
     def document(self, value: dict[str, Any]) -> None:
-        self.data(json.dumps({"schema": 1, **value}, indent=2, default=str))
+        self._write(as_json({"schema": 1, **value}, indent=2))
 
     def flush(self) -> None:
         self._clear()
@@ -135,7 +150,7 @@ class Output:
         """A line that is rewritten on a terminal, and said now and then elsewhere; only after a second of waiting."""
         if self.quiet or time.monotonic() - self.began < PROGRESS_AFTER_S:
             return
-        text = _amounts(event)
+        text = " ".join(self.shown(_amounts(event)).split())
         if text != self._last[0]:
             self._last = (text, time.monotonic())
         age = time.monotonic() - self.began
@@ -150,8 +165,13 @@ class Output:
 
     def _clear(self) -> None:
         if self._line:
-            self._talk("\r\x1b[K")
+            self._talk("", "\r\x1b[K")
             self._line = ""
+
+
+def as_json(value: Any, indent: int | None = None) -> str:
+    """One JSON document in plain ASCII, without any control character but its own line ends."""
+    return json.dumps(value, indent=indent, default=str).replace("\x7f", "\\u007f")
 
 
 def _own(words: list[str]) -> list[str]:
@@ -182,13 +202,17 @@ def _amounts(event: Event) -> str:
 
 
 def table(rows: Sequence[Sequence[object]], header: Sequence[str]) -> str:
-    """Plain columns, for people and for `awk`; no borders, no colour needed to read it."""
-    cells = [list(header), *[[str(cell) for cell in row] for row in rows]]
+    """Plain columns, for people and for `awk`; no borders, no colour needed to read it. A cell is one line."""
+    cells = [list(header), *[[_cell(cell) for cell in row] for row in rows]]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in cells
     )
+
+
+def _cell(value: object) -> str:
+    return printable(str(value)).replace("\n", "\\n").replace("\t", "\\t")
 
 
 def ago(moment: float | None) -> str:

@@ -18,4 +18,4 @@ def command(out: Output, /) -> None:
     from heliostat import backends, config, planning
 
     tables = {site: planning.site_table(site).json_schema() for site in backends.names()}
-    out.data(json.dumps(config.schema(tables), indent=2))
+    out.exact(json.dumps(config.schema(tables), indent=2))

@@ -117,5 +117,5 @@ def show_live(life: Lifecycle, name: str, out: Output) -> None:
             time.sleep(2)
     with Live(console=Console(), screen=True, auto_refresh=False) as live:
         while True:
-            live.update(Text(render(report.status(life, name), out)), refresh=True)
+            live.update(Text(out.shown(render(report.status(life, name), out))), refresh=True)
             time.sleep(2)

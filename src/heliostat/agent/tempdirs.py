@@ -1,0 +1,204 @@
+"""The private directory of a node, below the directory for temporary files: it is made, held while the node lives, and
+removed by a later agent or by `stop` when every process of the node was killed.
+
+In a directory like /tmp other users can create any name: nothing of theirs is followed, opened or waited for."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import shutil
+import stat
+import tempfile
+from typing import List, Optional
+
+from . import files, ownership, processes
+
+LONGEST = 40  # Ray's sockets lie below it, and AF_UNIX paths end at 107 bytes
+PREFIX = "hs-"
+DRAFT = ".hs-"  # then a process id: a directory that this process is making or removing
+LOCK, OWNER = "lock", "owner.json"
+_OPEN = (
+    os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+)  # a link is not followed, a FIFO not waited for
+_held: List[int] = []  # the descriptors of our locks: they close when we and our child have ended
+
+
+def parents() -> List[str]:
+    """Where private directories can be."""
+    return list(dict.fromkeys([tempfile.gettempdir(), "/tmp"]))
+
+
+def make(mark: str) -> str:
+    """A new directory of ours alone, with a path that is short enough for Ray's sockets. Raises OSError.
+
+    mark: what every process of the node has in its environment."""
+    for parent in parents():
+        if len(os.fsencode(parent)) + len("/hs-12345678/ray") > LONGEST:
+            continue
+        unsafe = ownership.find_unsafe(parent, shared=True)
+        if unsafe:
+            raise OSError("the directory for temporary files %s is not safe: %s" % (parent, unsafe))
+        sweep(parent)
+        try:
+            return _make(parent, mark)
+        except OSError:
+            continue
+    raise OSError("no folder for temporary files with a path of under %d bytes is writable" % (LONGEST - 16))
+
+
+def _make(parent: str, mark: str) -> str:
+    """It gets its name when its lock is held: another agent that removes what is left cannot see it before that."""
+    me = {"pid": os.getpid(), "start": processes.start_time(os.getpid()), "mark": mark}
+    for _ in range(5):
+        draft = os.path.join(parent, "%s%d-%s" % (DRAFT, os.getpid(), secrets.token_hex(4)))
+        path = os.path.join(parent, PREFIX + secrets.token_hex(4))
+        os.mkdir(draft, 0o700)
+        held = -1
+        try:
+            held = os.open(os.path.join(draft, LOCK), _OPEN | os.O_CREAT | os.O_EXCL, 0o600)
+            if _lock(held):
+                files.write_json(os.path.join(draft, OWNER), me)
+                os.rename(draft, path)
+                if _is_at(held, os.path.join(path, LOCK)):
+                    _held.append(held)
+                    return path
+        except OSError:
+            pass  # the name is taken, or an agent that cannot see our process (in another container) removed the draft
+        if held >= 0:
+            os.close(held)
+        shutil.rmtree(draft, ignore_errors=True)
+    raise OSError("could not create a directory in %s" % parent)
+
+
+def _lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _is_at(descriptor: int, path: str) -> bool:
+    """Whether the open file is still the one on disk."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.lstat(path))
+    except OSError:
+        return False
+
+
+def sweep(parent: str) -> List[str]:
+    """Removes what nodes of ours left whose every process was killed. Returns what it removed."""
+    removed = []
+    for path in _drafts(parent):
+        shutil.rmtree(path, ignore_errors=True)
+    for path in _candidates(parent):
+        descriptor = _take_dead(path)
+        if descriptor is not None:
+            if _remove(path):
+                removed.append(path)
+            os.close(descriptor)
+    return removed
+
+
+def sweep_all(temps: List[str]) -> List[str]:
+    """`sweep` wherever private directories can be, and where these are or were."""
+    places = dict.fromkeys([*parents(), *(os.path.dirname(temp) for temp in temps if temp.startswith("/"))])
+    safe = [place for place in places if ownership.find_unsafe(place, shared=True) is None]
+    return [path for place in safe for path in sweep(place)]
+
+
+def dead(parent: str) -> List[str]:
+    """What `sweep` would remove."""
+    found = []
+    for path in _candidates(parent):
+        descriptor = _take_dead(path)
+        if descriptor is not None:
+            found.append(path)
+            os.close(descriptor)
+    return found
+
+
+def ending(parent: str) -> bool:
+    """Whether a node here has lost its agent, but not yet every process."""
+    for path in _candidates(parent):
+        descriptor = _take_lock(path)
+        if descriptor is not None:
+            os.close(descriptor)
+            return True
+    return False
+
+
+def remove(path: str) -> None:
+    """Removes the private directory of a node whose processes have been ended; nothing else."""
+    safe = ownership.find_unsafe(os.path.dirname(path) or ".", shared=True) is None
+    if safe and os.path.basename(path).startswith(PREFIX) and _is_ours(path):
+        _remove(path)
+
+
+def _candidates(parent: str) -> List[str]:
+    return [path for path in _named(parent, PREFIX) if _is_ours(path)]
+
+
+def _drafts(parent: str) -> List[str]:
+    """Of processes that are dead."""
+    found = []
+    for path in _named(parent, DRAFT):
+        pid = os.path.basename(path)[len(DRAFT) :].partition("-")[0]
+        if pid.isdigit() and processes.start_time(int(pid)) is None and _is_ours(path):
+            found.append(path)
+    return found
+
+
+def _named(parent: str, prefix: str) -> List[str]:
+    try:
+        return [os.path.join(parent, name) for name in os.listdir(parent) if name.startswith(prefix)]
+    except OSError:
+        return []
+
+
+def _is_ours(path: str) -> bool:
+    """A directory, no link to one, that belongs to us. In a safe parent nobody else can put another in its place."""
+    try:
+        about = os.lstat(path)
+    except OSError:
+        return False
+    return stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid()
+
+
+def _take_dead(path: str) -> Optional[int]:
+    """The lock of a private directory whose node is dead; None: it lives, or this is no such directory."""
+    descriptor = _take_lock(path)
+    if descriptor is None:
+        return None
+    owner = files.read_json(os.path.join(path, OWNER)) or {}
+    pid, start, mark = owner.get("pid"), owner.get("start"), owner.get("mark")
+    if (isinstance(pid, int) and processes.alive(pid, start)) or (mark and processes.marked(str(mark))):
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _take_lock(path: str) -> Optional[int]:
+    """The lock of a private directory that no agent holds. It counts only while its file is the one on disk."""
+    lock = os.path.join(path, LOCK)
+    try:
+        descriptor = os.open(lock, _OPEN)
+    except OSError:
+        return None
+    if stat.S_ISREG(os.fstat(descriptor).st_mode) and _lock(descriptor) and _is_at(descriptor, lock):
+        return descriptor
+    os.close(descriptor)
+    return None
+
+
+def _remove(path: str) -> bool:
+    """Under a name that says who is at it: if we are killed in between, the next one goes on."""
+    draft = os.path.join(os.path.dirname(path), "%s%d-%s" % (DRAFT, os.getpid(), secrets.token_hex(4)))
+    try:
+        os.rename(path, draft)
+    except OSError:
+        return False
+    shutil.rmtree(draft, ignore_errors=True)
+    return True
