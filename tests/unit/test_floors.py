@@ -27,6 +27,7 @@ FLOORS: dict[str, float] = {
         ("config", "rayyaml", "script", "ssh", "transport", "store", "rayapi", "relay", "tunnel", "workdir"),
         1,
     ),
+    **dict.fromkeys(("authority", "tls"), 1),
     **dict.fromkeys(("launching", "mirror", "staging"), 1.5),  # they read and write, and know the store
     "backends": 2,
     "elastic": 2,
@@ -50,9 +51,9 @@ FRONT_DOOR = "__init__"  # heliostat/__init__.py: it gives out names of every fl
 
 AGENT_PYTHON = (3, 9)
 NEWER_THAN_AGENT_PYTHON = {"tomllib", "annotationlib", "compression"}
-# lines of code; a program that travels to every node has a reason for each of them (200 of these make environments, 90 watch
-# the head of a cloud)
-AGENT_LINES = 2800
+# lines of code; a program that travels to every node has a reason for each of them (200 of these make environments, 140
+# certificates, 90 watch the head of a cloud)
+AGENT_LINES = 2950
 
 
 @dataclass(frozen=True)
