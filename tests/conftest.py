@@ -75,6 +75,7 @@ PARTIES: dict[str, tuple[str, Callable[[], str | None]]] = {
     "root": ("the user is root", _root),
     "linux": ("the system is Linux", _linux),
     "tmux": ("tmux is installed", lambda: _programs("tmux")),
+    "openssl": ("openssl is installed", lambda: _programs("openssl")),
     "two_users": (
         "another user can be made and run as",
         lambda: _root() or _programs("useradd", "userdel", "runuser"),

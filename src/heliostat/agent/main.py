@@ -136,6 +136,10 @@ def _make_folder(config: Json) -> None:
     os.makedirs(os.path.join(config["folder"], "logs"), exist_ok=True)
     if config["auth"] == "token" and config["role"] == "head" and not os.path.exists(config["token_path"]):
         files.write(config["token_path"], secrets.token_hex(32))
+        if config.get("tls"):
+            from . import tls
+
+            tls.make_authority(config)
 
 
 def _be_the_agent(config: Json, temp: str, keeper: int, writer: int) -> None:
