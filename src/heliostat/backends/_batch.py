@@ -15,12 +15,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from heliostat import relay
+from heliostat import relay, tls
 from heliostat.backends.base import Handle, Observation, Order, Plan
 from heliostat.errors import HeliostatError, UsageError
 from heliostat.states import NodeState
 
 if TYPE_CHECKING:
+    import ssl
+
     from heliostat.spec import Member
     from heliostat.transport import Completed, Transport
 
@@ -323,4 +325,8 @@ class ThroughHub:
                 "nobody knows where the head is", saw=str(self.folder / "head.json")
             ) from None
         secret = self.host.read(self.folder / "token").decode().strip() or str(place["id"])
-        return relay.forward(*self.host.forward(place["ip"], place["hub"]), secret)
+        secure = relay.Tls(self._context, place["ip"]) if place.get("tls") else None
+        return relay.forward(*self.host.forward(place["ip"], place["hub"]), secret, secure)
+
+    def _context(self) -> ssl.SSLContext:
+        return tls.context(lambda name: self.host.read(self.folder / tls.DIRECTORY / name))
