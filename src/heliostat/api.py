@@ -101,9 +101,9 @@ class Cluster:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables that a Ray program needs to join: address and token file."""
-        connection = self._life.find(self.name).folder.connection() or {}
-        return {key: str(value) for key, value in (connection.get("env") or {}).items()}
+        """The variables that a Ray program needs to join: address, token file, certificates."""
+        env = self._life.environment(self._life.find(self.name)) or {}
+        return {key: str(value) for key, value in env.items()}
 
     def status(self) -> dict[str, Any]:
         """The document of `heliostat status --json`."""

@@ -6,7 +6,9 @@ Nothing here starts or ends anything; what has changed is told to `emit` and put
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
+import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -491,6 +493,24 @@ class Looking:
                 hint=f"wait a few seconds: the head writes it again; else heliostat restart {view.record.name}",
             )
         return RayApi(host, port, token, name=view.record.name)
+
+    def environment(self, view: View) -> dict[str, Any] | None:
+        """The variables of a Ray program on this host that uses the cluster. None: there is nothing to connect to."""
+        connection = view.folder.connection()
+        if connection is None:
+            return None
+        env: dict[str, Any] = dict(connection["env"])
+        apart = view.record.place or not backends.load(view.record.site).shares_files
+        if apart and "RAY_AUTH_TOKEN_PATH" in env:  # the head's own path is of another machine
+            env["RAY_AUTH_TOKEN_PATH"] = str(view.folder.token)
+        if "RAY_USE_TLS" in env:
+            from heliostat import tls
+
+            node = tls.node_on(socket.gethostname(), view.live.get("nodes") or {})
+            env.update(tls.environment(view.folder.tls, node, env["RAY_TLS_SERVER_CERT"]))
+        elif "RAY_USE_TLS" in os.environ:
+            env["RAY_USE_TLS"] = "0"  # the shell still has it of another cluster
+        return env
 
     def _reach(self, view: View) -> Transport:
         head = next(node for node in view.record.nodes.values() if node.role == "head")
