@@ -95,6 +95,8 @@ def do_node(config: Json) -> Json:
         said = stream.read()
     left = processes.end_all([keeper], config["mark"])
     shutil.rmtree(temp, ignore_errors=True)
+    if "standalone" in config and config["role"] == "head":  # no client will
+        shutil.rmtree(os.path.join(os.path.dirname(config["token_path"]), files.TLS), ignore_errors=True)
     if said:
         answer: Json = json.loads(said)
     else:

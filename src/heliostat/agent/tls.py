@@ -19,7 +19,7 @@ from typing import Any, Dict, List, Optional, Tuple
 from . import files, probe
 
 Json = Dict[str, Any]
-DIRECTORY = "tls"
+DIRECTORY = files.TLS
 AUTHORITY, AUTHORITY_KEY = "ca.crt", "ca.key"
 KEY = "member.key"  # of every certificate that the authority issues
 CLIENT = "client.crt"  # for programs on hosts that are no nodes
