@@ -92,6 +92,7 @@ PARTIES: dict[str, tuple[str, Callable[[], str | None]]] = {
     "ipv6": ("::1 is an address of this host", _ipv6),
     "chromium": ("Chromium, and Playwright to drive it, are installed", _chromium),
     "tmux": ("tmux is installed", lambda: _programs("tmux")),
+    "openssl": ("openssl is installed", lambda: _programs("openssl")),
     "two_users": (
         "another user can be made and run as",
         lambda: _root() or _programs("useradd", "userdel", "runuser"),

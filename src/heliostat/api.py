@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from heliostat.spec import ClusterSpec
 
 if TYPE_CHECKING:
     from heliostat.advice import Advice
+    from heliostat.rayapi import RayApi
     from heliostat.sizing import Sizing
 
 
@@ -101,9 +102,9 @@ class Cluster:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables that a Ray program needs to join: address and token file."""
-        connection = self._life.find(self.name).folder.connection() or {}
-        return {key: str(value) for key, value in (connection.get("env") or {}).items()}
+        """The variables that a Ray program needs to join: address, token file, certificates."""
+        env = self._life.environment(self._life.find(self.name)) or {}
+        return {key: str(value) for key, value in env.items()}
 
     def status(self) -> dict[str, Any]:
         """The document of `heliostat status --json`."""
@@ -176,7 +177,7 @@ class Cluster:
         """Starts a local proxy to the dashboard and returns its URL, which admits one browser; it works until `close`."""
         from heliostat.tunnel import DashboardProxy
 
-        proxy = DashboardProxy(*dashboard_target(self._life, self.name), port=port)
+        proxy = DashboardProxy(dashboard_api(self._life, self.name), port=port)
         proxy.start()
         self._proxies.append(proxy)
         return proxy.url
@@ -186,17 +187,9 @@ class Cluster:
         self._life.down(self.name)
 
 
-def dashboard_target(life: Lifecycle, name: str) -> tuple[Any, Any]:
-    """(where the dashboard is, its token), each asked for anew at every connection: a head may have moved."""
-
-    def target() -> tuple[str, int]:
-        api = life.api(life.find(name))
-        return api.host, api.port
-
-    def token() -> str:
-        return life.api(life.find(name)).token or ""
-
-    return target, token
+def dashboard_api(life: Lifecycle, name: str) -> Callable[[], RayApi]:
+    """Where the dashboard is, asked for anew at every connection: a head may have moved."""
+    return lambda: life.api(life.find(name))
 
 
 def up(

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from heliostat import backends, environment
+from heliostat import backends, environment, tls
 from heliostat.backends.base import Check, Question, by_name
 from heliostat.errors import HeliostatError
 from heliostat.lifecycle import Lifecycle
@@ -22,7 +22,7 @@ from heliostat.ownership import HOME, TEMP, UnsafePathError, find_unsafe, remedy
 from heliostat.planning import agent_archive
 from heliostat.script import quote
 from heliostat.states import TERMINAL
-from heliostat.store import read_json
+from heliostat.store import ClusterFolder, read_json
 from heliostat.transport import at_once
 from heliostat.units import format_bytes, format_duration
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 INSTALL = "pip install 'ray[default]==2.60.0'"
+NO_OPENSSL = "install openssl, or take `tls` out of the file"
 
 # What is asked, of whom. A site has `questions` of its own.
 HERE = by_name(
@@ -58,6 +59,7 @@ HERE = by_name(
         "{python} -m compileall -q the folder of ray",
         "warn",
     ),
+    Question("openssl", "the program is there, which `security.tls` of the file needs", NO_OPENSSL),
     Question("cpus", "how many are ours, and who says so", bad=""),
     Question("memory", "more than 2 GiB are ours", "Ray needs about 1 GiB a node", "warn"),
     Question("gpus", "how many are ours, and who says so", bad=""),
@@ -93,6 +95,12 @@ HERE = by_name(
         "unset RAY_AUTH_TOKEN",
         "warn",
     ),
+    Question(
+        "RAY_USE_TLS",
+        "it is not set in this shell: Ray programs would ask every cluster for TLS",
+        "unset RAY_USE_TLS",
+        "warn",
+    ),
     Question("~/.ray/auth_token", "nobody else can read Ray's own token", "chmod {mode} {path}", "warn"),
     Question("record", "every cluster's record can be read", "look into it, then remove it: {path}"),
     Question("leftovers", "no folder of a dead agent is left", "rm -r {folders}", "warn"),
@@ -105,6 +113,7 @@ HOSTS = {
         "look at `environment` of the file; heliostat setup FILE makes it",
     ),
     "ray": Question("{host}", "its Ray is 2.52 or later", "heliostat setup FILE"),
+    "openssl": Question("{host}", "`openssl` is there, where the file has `security.tls`", NO_OPENSSL),
     "shm": Question("{host}", "more than 128 MiB are free in /dev/shm", "a larger /dev/shm"),
     "disk": Question(
         "{host}", "5 GiB are free for temporary files", "set TMPDIR by `environment.setup`", "warn"
@@ -122,6 +131,11 @@ CLUSTER = by_name(
     ),
     Question("authentication", "it is on", "take `security` out of the file", "warn"),
     Question("token", "it is there, and nobody else can read it", "chmod {mode} {path}"),
+    Question(
+        "tls",
+        "with `security.tls`: keys and certificates are there, and nobody else can read them",
+        "chmod {mode} {path}",
+    ),
     Question("head's agent", "it was heard of within a minute", "heliostat logs {name} head", "warn"),
     Question("Ray", "its node table has as many nodes as are ready", "heliostat logs {name} head"),
 )
@@ -230,6 +244,8 @@ def _machine(life: Lifecycle, spec: ClusterSpec | None) -> Iterator[Check]:
         yield HERE["ray[default]"].answer(ray["default"], words)
         words = "compiled" if ray["bytecode"] else "not compiled: every start compiles it anew"
         yield HERE["ray's bytecode"].answer(ray["bytecode"], words, python=python["executable"])
+    if spec and spec.security.tls:
+        yield HERE["openssl"].answer(found["openssl"] is not None, found["openssl"] or "not installed")
     yield HERE["cpus"].answer(True, f"{found['cpus']['count']} ({found['cpus']['why']})")
     memory, shm = found["memory"]["total_bytes"], found["shm"]["total_bytes"] or 0
     yield HERE["memory"].answer(memory > 2 * GIB, f"{format_bytes(memory)} ({found['memory']['why']})")
@@ -246,7 +262,7 @@ def _machine(life: Lifecycle, spec: ClusterSpec | None) -> Iterator[Check]:
     ]
     yield HERE["interfaces"].answer(bool(up), "; ".join(up))
     yield HERE["clock"].answer(abs(found["clock"]["time"] - time.time()) < 60, "agrees")
-    for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN"):
+    for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_USE_TLS"):
         if os.environ.get(name):
             yield HERE[name].answer(False, "is set in this shell, and sends Ray programs elsewhere")
     token = Path.home() / ".ray" / "auth_token"
@@ -295,6 +311,7 @@ def _hosts(life: Lifecycle, spec: ClusterSpec) -> Iterator[Check]:
         off = max(asked - found["clock"]["time"], found["clock"]["time"] - time.time(), 0.0)
         for name, good, words in (
             ("ray", ray is None or _authenticates(ray), f"Ray {ray} has no authentication"),
+            ("openssl", not spec.security.tls or found["openssl"], "there is no `openssl` program"),
             ("shm", shm > 128 * 2**20, f"/dev/shm has {format_bytes(shm)} free"),
             ("disk", disk > 5 * GIB, f"{format_bytes(disk)} free in {found['disk']['path']}"),
             ("clock", off < 60, f"its clock is off by {format_duration(off)}"),
@@ -330,6 +347,15 @@ def _leftovers(life: Lifecycle) -> Iterator[Check]:
     yield HERE["leftovers"].answer(not dead, words, folders=quote(dead[:5]))
 
 
+def _tls(folder: ClusterFolder, name: str) -> Check:
+    ask, paths = CLUSTER["tls"], [folder.path / file for file in tls.FILES]
+    for path in paths:
+        if not path.exists():
+            return ask.answer(False, f"{path} is gone", hint=f"heliostat restart {name}")
+    checks = [_private(ask, path, "600") for path in paths]
+    return next((check for check in checks if check.verdict != "ok"), checks[0])
+
+
 def _cluster(life: Lifecycle, name: str) -> Iterator[Check]:
     view = life.find(name)
     record, folder = view.record, view.folder
@@ -348,6 +374,8 @@ def _cluster(life: Lifecycle, name: str) -> Iterator[Check]:
     else:
         hint = f"the head writes it again within seconds; else heliostat restart {name}"
         yield CLUSTER["token"].answer(False, f"{folder.token} is gone", hint=hint)
+    if record.spec.get("security", {}).get("tls"):
+        yield _tls(folder, name)
     pulse = read_json(folder.path / "pulse.json")
     if pulse:
         late = time.time() - float(pulse["at"])

@@ -221,6 +221,7 @@ def join(life: Lifecycle, name: str, spec: ClusterSpec, command: dict[str, Any] 
     environment.pack(spec, life.store, life.emit)
     with folder.lock():
         record = folder.record()
+        spec = spec.model_copy(update={"security": planning.spec_of(record).security})
         record.joins += 1
         record.launches += 1
         guest = f"j{record.joins}"

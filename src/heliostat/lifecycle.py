@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from heliostat import backends
+from heliostat import backends, tls
 from heliostat.backends.base import Handle, Order, Plan
 from heliostat.ending import Ending
 from heliostat.errors import DeadlineError, HeliostatError, Interrupted, NotFoundError, PartlyDone, UsageError
@@ -178,7 +178,8 @@ class Lifecycle(Ending):
         if spec.security.auth == "token" and "ssh" in head:
             from heliostat.ssh import far
 
-            files["token"] = far(head["ssh"]).read(Path(head["folder"]) / "token")
+            for secret in ("token", *(tls.FILES if spec.security.tls else ())):
+                files[secret] = far(head["ssh"]).read(Path(head["folder"]) / secret)
         folder = self._create(spec, None, head["id"], files)
         with folder.lock():
             record = folder.record()
@@ -228,6 +229,8 @@ class Lifecycle(Ending):
         }
         if spec.security.auth == "token":
             files["token"] = secrets.token_hex(32)
+        if spec.security.tls and not more:  # else it has them already
+            files.update(tls.make(mark))
         self.created = record.id
         return self.store.create(record, {**files, **(more or {})})
 
@@ -311,7 +314,7 @@ class Lifecycle(Ending):
         self, folder: ClusterFolder, place: Path, order: Order
     ) -> Iterator[tuple[Path, bytes, int]]:
         """Whatever the agents need, where their folder is not ours: (path there, data, mode)."""
-        for name in ("agent.pyz", "token"):
+        for name in ("agent.pyz", "token", *tls.FILES):
             if (folder.path / name).exists():
                 yield place / name, (folder.path / name).read_bytes(), 0o600
         command = order.config.get("command")
@@ -460,6 +463,8 @@ def _advice(reason: str, record: Record) -> str:
         return "take `ray` out of the file's environment, or install that version"
     if "has no authentication" in reason:
         return "install Ray 2.52 or newer, or say `security: {auth: none}` in the file"
+    if "no `openssl` program" in reason:
+        return "install openssl on that host, or take `tls` out of the file"
     if "/dev/shm" in reason:
         return "--object-store 100M, or a larger /dev/shm"
     if "free ports" in reason:

@@ -6,7 +6,10 @@ Nothing here starts or ends anything; what has changed is told to `emit` and put
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
 import secrets
+import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -494,8 +497,31 @@ class Looking:
         if hub is None:  # the platform starts Ray, or an older version of ours did
             host, port = reach.forward("127.0.0.1", int(connection["dashboard_port"]))
             return RayApi(host, port, token, name=view.record.name)
-        dial = relay.dialer(reach.forward, hub, token or view.record.id)
+        context = None
+        if hub.get("tls"):
+            from heliostat import tls
+
+            context = functools.partial(tls.context, lambda name: (view.folder.tls / name).read_bytes())
+        dial = relay.dialer(reach.forward, hub, token or view.record.id, context)
         return RayApi(hub["ip"], int(hub["port"]), None, name=view.record.name, dial=dial)
+
+    def environment(self, view: View) -> dict[str, Any] | None:
+        """The variables of a Ray program on this host that uses the cluster. None: there is nothing to connect to."""
+        connection = view.folder.connection()
+        if connection is None:
+            return None
+        env: dict[str, Any] = dict(connection["env"])
+        apart = view.record.place or not backends.load(view.record.site).shares_files
+        if apart and "RAY_AUTH_TOKEN_PATH" in env:  # the head's own path is of another machine
+            env["RAY_AUTH_TOKEN_PATH"] = str(view.folder.token)
+        if "RAY_USE_TLS" in env:
+            from heliostat import tls
+
+            node = tls.node_on(socket.gethostname(), view.live.get("nodes") or {})
+            env.update(tls.environment(view.folder.tls, node, env["RAY_TLS_SERVER_CERT"]))
+        elif "RAY_USE_TLS" in os.environ:
+            env["RAY_USE_TLS"] = "0"  # the shell still has it of another cluster
+        return env
 
     def _reach(self, view: View) -> Transport:
         head = next(node for node in view.record.nodes.values() if node.role == "head")

@@ -44,6 +44,7 @@ def plan(
     person's on the machine that the site is reached through, where that is another."""
     backend = backends.load(spec.on)
     _check_demand(spec)
+    _check_tls(spec)
     if home and spec.environment.venv and spec.environment.venv.startswith("~/"):
         venv = str(home / spec.environment.venv[2:])
         spec = spec.model_copy(update={"environment": spec.environment.model_copy(update={"venv": venv})})
@@ -75,6 +76,19 @@ def _check_demand(spec: ClusterSpec) -> None:
         because=f"nodes come and go with demand on {', '.join(able[:-1])} and {able[-1]} only",
         saw=f"{', '.join(told)} of the file or the flags",
         hint=f"leave it out; heliostat scale {spec.cluster_name} N changes a running cluster",
+    )
+
+
+def _check_tls(spec: ClusterSpec) -> None:
+    """Certificates are made by the agents, on the nodes."""
+    if not spec.security.tls or backends.load(spec.on).starts_ray:
+        return
+    able = [f"`{name}`" for name in backends.names() if backends.load(name).starts_ray]
+    raise UsageError(
+        f"`security.tls` cannot be used on `{spec.on}`",
+        because=f"the platform starts Ray there; on {', '.join(able[:-1])} and {able[-1]} Heliostat does",
+        saw="`security.tls` of the file",
+        hint="tls: false in `security` of the file",
     )
 
 
@@ -110,6 +124,8 @@ def agent_config(
             "binds": [bind if home else os.path.expanduser(bind) for bind in environment.binds],
             "options": list(environment.container_options),
         }
+    if spec.security.tls:
+        more["tls"] = True  # its files are beside the token
     if environment.stage and home:
         raise UsageError(
             "`environment.stage` cannot be used with `via`",

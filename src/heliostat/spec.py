@@ -278,6 +278,18 @@ class Security(Model):
     auth: Literal["token", "none"] = Field(
         "token", description="`none` lets anybody who reaches a port run code"
     )
+    tls: bool = Field(
+        False,
+        description="encrypt what Ray's processes and the agents send between hosts (local, ssh, slurm, pbs)",
+    )
+
+    @model_validator(mode="after")
+    def _authenticated(self) -> Security:
+        if self.tls and self.auth == "none":
+            raise ValueError(
+                "`tls` needs `auth: token`: Ray's HTTP servers on each node take requests from anybody without it"
+            )
+        return self
 
 
 class ClusterSpec(Model):

@@ -132,6 +132,7 @@ class ClusterFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.token = path / "token"
+        self.tls = path / "tls"
         self.agent = path / "agent.pyz"
         self.script = path / "script.sh"
         self.logs = path / "logs"
@@ -391,6 +392,7 @@ class Store:
             draft.logs.mkdir(mode=0o700)
             draft.save(record)
             for name, data in files.items():
+                (draft.path / name).parent.mkdir(mode=0o700, exist_ok=True)
                 write_atomic(draft.path / name, data)
             draft.path.rename(path)  # fails when the name is taken: a folder with files is not replaced
         except OSError as error:
@@ -418,6 +420,8 @@ class Store:
         try:
             for name in ("token", "head.json", "connection.json", "connection.env"):
                 (folder.path / name).unlink(missing_ok=True)
+            if folder.tls.exists():
+                shutil.rmtree(folder.tls)
             try:
                 folder.save(record)
             except DiskError:

@@ -25,6 +25,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Protocol
 from urllib.parse import parse_qs
 
 from heliostat.errors import HeliostatError
@@ -75,11 +76,20 @@ class _Head:
         return self.line.startswith("GET ") and "websocket" in upgrade and "upgrade" in connection
 
 
-class DashboardProxy:
-    """Forwards a port of 127.0.0.1 and ::1 to the dashboard at `target()`, with the bearer token that `token()` returns.
+class Target(Protocol):
+    """A dashboard. `token` None: it needs none, or whoever `dial` connects us to adds it."""
 
-    Both are called again, in a thread, for each connection: a tunnel may move and a token may change. When one raises,
-    the browser gets a page that tries again. The page does not have the error's text, which could hold a secret.
+    host: str
+    port: int
+    token: str | None
+    dial: Callable[[float], socket.socket]
+
+
+class DashboardProxy:
+    """Forwards a port of 127.0.0.1 and ::1 to the dashboard that `target()` returns, with its bearer token.
+
+    It is called again, in a thread, for each connection: a head may move and a token may change. When it raises, the
+    browser gets a page that tries again. The page does not have the error's text, which could hold a secret.
     `port` 0 takes a free one. `url` holds the key: show it to the user, keep it out of logs.
     `proxied`: a web proxy with a host name and a path of its own is in front and authenticates users; it gives one link
     to every browser of a user. So any host name is accepted, and the key works more than once.
@@ -87,8 +97,7 @@ class DashboardProxy:
 
     def __init__(
         self,
-        target: Callable[[], tuple[str, int]],
-        token: Callable[[], str],
+        target: Callable[[], Target],
         port: int = 0,
         *,
         proxied: bool = False,
@@ -96,7 +105,6 @@ class DashboardProxy:
         self.port = port
         self._proxied = proxied
         self._target = target
-        self._token = token
         self._name = "127.0.0.1" if proxied else f"{secrets.token_hex(16)}.localhost"
         self._root = "/" if proxied else f"/{secrets.token_hex(16)}/"
         self._key = secrets.token_urlsafe(32)
@@ -219,18 +227,18 @@ class DashboardProxy:
     async def _forward(
         self, head: _Head, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> bytes:
-        try:
-            token = (await asyncio.to_thread(self._token)).strip()
-        except Exception:  # whatever it is, the browser gets the page and asks again
-            token = ""
-        if not re.fullmatch(r"[\x21-\x7e]+", token):
-            return _retry_page("The token of this cluster cannot be read; is the cluster down?")
         no_answer = _retry_page("The cluster's dashboard does not answer.")
         try:
-            host, port = await asyncio.to_thread(self._target)
-            near, far = await asyncio.wait_for(asyncio.open_connection(host, port), _CONNECT_DEADLINE_S)
-        except Exception:  # the same: refused, unreachable, no tunnel yet
+            target = await asyncio.to_thread(self._target)
+            connection = await asyncio.to_thread(target.dial, _CONNECT_DEADLINE_S)
+            connection.setblocking(False)
+            near, far = await asyncio.open_connection(sock=connection)
+        except Exception:  # refused, unreachable, no tunnel yet: the browser gets the page and asks again
             return no_answer
+        host, port, token = target.host, target.port, (target.token or "").strip()
+        if target.token is not None and not re.fullmatch(r"[\x21-\x7e]+", token):
+            far.close()
+            return _retry_page("The token of this cluster cannot be read; is the cluster down?")
         own = "" if self._proxied else f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         far.write(_upstream_head(head, token, own))
         upload = asyncio.create_task(_upload(reader, far))
@@ -309,7 +317,8 @@ def _upstream_head(head: _Head, token: str, host: str) -> bytes:
     lines += [f"Origin: http://{host}"] if host and head.values("origin") else []
     lines += [f"{name}: {value}" for name, value in head.headers if name.lower() not in drop]
     lines += [] if head.is_websocket else ["Connection: close"]
-    return "\r\n".join([head.line, *lines, f"Authorization: Bearer {token}", "", ""]).encode("latin-1")
+    lines += [f"Authorization: Bearer {token}"] if token else []
+    return "\r\n".join([head.line, *lines, "", ""]).encode("latin-1")
 
 
 async def _final_head(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> _Head | None:

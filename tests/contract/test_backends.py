@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from contract.worlds import STAGES, WORLDS, World, until
-from heliostat import backends, growth, lifecycle, mirror, planning
+from heliostat import backends, growth, lifecycle, mirror, planning, tls
 from heliostat.backends.base import Handle
 from heliostat.cli import app
 from heliostat.errors import HeliostatError, Interrupted, NotFoundError, PartlyDone, UsageError
@@ -162,6 +162,39 @@ def test_neither_a_plan_nor_what_is_said_holds_a_secret(
     assert "lab" in out and token not in out + err
     for path in (*view.folder.path.rglob("*"), *world.folder.rglob("*")):
         assert path.name == "token" or not path.is_file() or token.encode() not in path.read_bytes()
+
+
+def test_certificates_go_where_the_token_goes(world: World, capfd: pytest.CaptureFixture[str]) -> None:
+    view = world.life().up(world.spec(nodes=2, security={"tls": True}))
+    places = [path.parent for path in (*view.folder.path.rglob("token"), *world.folder.rglob("token"))]
+    assert len(places) >= (3 if world.parties else 1)
+    keys = [view.folder.tls / name for name in ("ca.key", "member.key")]
+    for place in places:
+        for name in tls.FILES:
+            assert (place / name).read_bytes() == (view.folder.path / name).read_bytes()
+            assert (place / name).stat().st_mode & 0o777 == 0o600
+        assert (place / "tls").stat().st_mode & 0o777 == 0o700
+    _, plan = planning.plan(view.folder, world.spec(nodes=2, security={"tls": True}))
+    said = [repr(plan), *capfd.readouterr()]
+    for key in keys:
+        line = key.read_bytes().splitlines()[1]
+        assert not [text for text in said if line.decode() in text]
+        for path in (*view.folder.path.rglob("*"), *world.folder.rglob("*")):
+            assert path.name == key.name or not path.is_file() or line not in path.read_bytes()
+    world.life().down("lab")
+    assert not [*world.folder.rglob("ca.key"), *world.store.home.rglob("ca.key"), *world.left()]
+
+
+def test_a_cluster_that_is_taken_over_brings_its_certificates(world: World, tmp_path: Path) -> None:
+    if not world.parties:
+        return  # nobody but the record knows of it
+    spec = world.spec(nodes=2, security={"tls": True})
+    first = world.life().up(spec).folder
+    first.path.rename(tmp_path / "lost")
+    again = world.life().up(spec).folder
+    assert again.record().id == ClusterFolder(tmp_path / "lost").record().id
+    for name in ("token", *tls.FILES):
+        assert (again.path / name).read_bytes() == (tmp_path / "lost" / name).read_bytes()
 
 
 def test_launch_goes_on_only_when_it_is_told_to(world: World) -> None:

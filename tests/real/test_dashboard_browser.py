@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from heliostat.errors import HeliostatError
+from heliostat.rayapi import RayApi
 from heliostat.tunnel import DashboardProxy, redirect_page
 from real.browser import (
     ATTACKS,
@@ -100,7 +101,7 @@ def dashboard() -> Iterator[Dashboard]:
 
 @contextlib.contextmanager
 def offered(dashboard: Dashboard, **options: Any) -> Iterator[DashboardProxy]:
-    proxy = DashboardProxy(lambda: ("127.0.0.1", dashboard.port), lambda: TOKEN, **options)
+    proxy = DashboardProxy(lambda: RayApi("127.0.0.1", dashboard.port, TOKEN), **options)
     proxy.start()
     try:
         yield proxy
@@ -401,7 +402,7 @@ def test_another_user_on_the_ipv6_half_of_the_port(
             page.goto(f"http://x.localhost:{port}/?key=secret")
             assert other.stdout.readline() == "GET /?key=secret HTTP/1.1\n", "the danger is real"
             page.close()
-            proxy = DashboardProxy(lambda: ("127.0.0.1", dashboard.port), lambda: TOKEN, port)
+            proxy = DashboardProxy(lambda: RayApi("127.0.0.1", dashboard.port, TOKEN), port)
             with pytest.raises(HeliostatError, match=str(port)):
                 proxy.start()
             proxy.close()
@@ -418,6 +419,7 @@ IN_A_NAMESPACE = """
 import os, socket, sys
 from pathlib import Path
 from heliostat.errors import HeliostatError
+from heliostat.rayapi import RayApi
 from heliostat.tunnel import DashboardProxy
 uid, ipv6 = int(sys.argv[1]), sys.argv[2] == "ipv6"
 Path("/proc/sys/net/ipv4/ip_local_port_range").write_text("40000 40003")
@@ -426,7 +428,7 @@ if not ipv6:
 os.seteuid(uid)
 taken = [socket.create_server(("::1", port), family=socket.AF_INET6) for port in (40000, 40001, 40002) if ipv6]
 os.seteuid(0)
-first, second = (DashboardProxy(lambda: ("127.0.0.1", 1), lambda: "token") for _ in range(2))
+first, second = (DashboardProxy(lambda: RayApi("127.0.0.1", 1, "token")) for _ in range(2))
 first.start()
 print(first.port)
 try:

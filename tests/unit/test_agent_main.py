@@ -134,6 +134,15 @@ def test_a_node_that_cannot_start_says_why_and_leaves_nothing(
         assert state["nodes"]["head"]["state"] == "FAILED" and state["ended"]["reason"]
 
 
+@pytest.mark.needs_openssl
+def test_a_script_by_hand_leaves_neither_token_nor_keys(agent, tmp_path: Path) -> None:
+    said = config(tmp_path, ray="0.0.1", standalone=True, tls=True)
+    folder = Path(said["folder"])
+    (folder / "token").unlink()
+    assert answer(agent("node", given=said, TMPDIR="/tmp"))["state"] == "FAILED"
+    assert not (folder / "token").exists() and not (folder / "tls").exists()
+
+
 # -- stopping
 
 

@@ -477,7 +477,7 @@ def test_probe_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     said = probe.probe(environ={**os.environ, "TMPDIR": str(tmp_path)})
     assert json.loads(json.dumps(said, allow_nan=False)) == said
     assert list(said) == [
-        *("host", "python", "ray", "cpus", "memory", "gpus", "gpu_count", "gpu_why"),
+        *("host", "python", "ray", "openssl", "cpus", "memory", "gpus", "gpu_count", "gpu_why"),
         *("shm", "disk", "limits", "clock", "interfaces"),
     ]
     assert list(said["host"]) == ["name", "kernel", "machine", "boot_id", "user", "uid"]

@@ -68,7 +68,16 @@ def test_our_own_is_the_python_that_runs_us(tmp_path: Path) -> None:
     env = own.client_environment()
     assert env["PATH"].startswith(f"{PYTHON}:") and env["HELIOSTAT_NODE"] == "m1"
     assert env["RAY_AUTH_TOKEN_PATH"] == temp(tmp_path) + "/token"
+    assert env["RAY_USE_TLS"] == "0"
     assert asyncio.run(own.versions())["python"] == ".".join(map(str, sys.version_info[:3]))
+
+
+def test_with_tls_every_program_of_ray_is_told_the_nodes_files(tmp_path: Path) -> None:
+    env = runtime.make(config(tmp_path, tls=True), temp(tmp_path)).client_environment()
+    assert env["RAY_USE_TLS"] == "1" and env["RAY_AUTH_MODE"] == "token"
+    assert env["RAY_TLS_SERVER_CERT"] == temp(tmp_path) + "/tls/node.crt"
+    assert env["RAY_TLS_SERVER_KEY"] == temp(tmp_path) + "/tls/member.key"
+    assert env["RAY_TLS_CA_CERT"] == temp(tmp_path) + "/tls/ca.crt"
 
 
 # -- a container

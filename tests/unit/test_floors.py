@@ -39,6 +39,7 @@ FLOORS: dict[str, float] = {
         ),
         1,
     ),
+    **dict.fromkeys(("authority", "tls"), 1),
     **dict.fromkeys(("launching", "mirror", "staging"), 1.5),  # they read and write, and know the store
     "backends": 2,
     "elastic": 2,
@@ -62,9 +63,10 @@ FRONT_DOOR = "__init__"  # heliostat/__init__.py: it gives out names of every fl
 
 AGENT_PYTHON = (3, 9)
 NEWER_THAN_AGENT_PYTHON = {"tomllib", "annotationlib", "compression"}
-# lines of code; a program that travels to every node has a reason for each of them (200 of these make environments, 90 watch
+# lines of code; a program that travels to every node has a reason for each of them (200 of these make environments, 140
+# certificates, 90 watch
 # the head of a cloud, 90 check who else can change our files, 100 remove what killed nodes leave)
-AGENT_LINES = 3450
+AGENT_LINES = 3700
 
 
 @dataclass(frozen=True)

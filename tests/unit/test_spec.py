@@ -97,6 +97,7 @@ KEYS: list[tuple[dict[str, Any], str, Any]] = [
     ({"groups": {"gpu": {"memory": "1G", "cpus": 2, "resources": {"slot": 1}}}}, "groups.gpu.resources.slot", 1.0),
     ({"labels": {"team": "blue"}}, "labels.team", "blue"),
     ({"security": {"auth": "none"}}, "security.auth", "none"),
+    ({"security": {"tls": True}}, "security.tls", True),
 ]  # fmt: skip
 
 
@@ -167,6 +168,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"hosts": [7]}, "valid dictionary or instance of Host"),
     ({"head": ["a"]}, "valid dictionary or instance of Head"),
     ({"security": {"auth": "off"}}, "'token' or 'none'"),
+    ({"security": {"auth": "none", "tls": True}}, "`tls` needs `auth: token`"),
     ({"labels": {"ray.io/x": "1"}}, "Ray's own"),
     ({"labels": {"a b": "1"}}, "is not a label"),
     ({"labels": {"a": "b\n"}}, "is not a label"),

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from heliostat.errors import HeliostatError
+from heliostat.rayapi import RayApi
 from heliostat.tunnel import DashboardProxy
 from unit.tunnel_site import TOKEN, Site, Upstream, a_site, an_upstream, read_all
 
@@ -223,7 +224,7 @@ def test_a_port_that_is_taken_on_one_address_is_refused(address: str) -> None:
     for dual in {False, address == "::"}:
         with socket.create_server((address, 0), family=family, dualstack_ipv6=dual) as other:
             port = other.getsockname()[1]
-            proxy = DashboardProxy(lambda: ("127.0.0.1", 1), lambda: TOKEN, port)
+            proxy = DashboardProxy(lambda: RayApi("127.0.0.1", 1, TOKEN), port)
             with pytest.raises(HeliostatError, match=str(port)) as caught:
                 proxy.start()
             assert caught.value.because.startswith("Address already in use")
@@ -251,7 +252,7 @@ def test_a_free_port_is_free_on_both_addresses(monkeypatch: pytest.MonkeyPatch) 
         return create(address, **options)
 
     monkeypatch.setattr(socket, "create_server", offers)
-    proxy = DashboardProxy(lambda: ("127.0.0.1", 1), lambda: TOKEN)
+    proxy = DashboardProxy(lambda: RayApi("127.0.0.1", 1, TOKEN))
     proxy.start()
     try:
         assert len(given) == 2 and proxy.port not in [port for _, port in given]
@@ -272,7 +273,7 @@ def test_a_port_that_is_only_bound_cannot_be_taken_over() -> None:
     with socket.socket(socket.AF_INET6) as other:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         other.bind(("::1", 0))
-        proxy = DashboardProxy(lambda: ("127.0.0.1", 1), lambda: TOKEN, other.getsockname()[1])
+        proxy = DashboardProxy(lambda: RayApi("127.0.0.1", 1, TOKEN), other.getsockname()[1])
         proxy.start()
         try:
             with pytest.raises(OSError, match="Address already in use"):

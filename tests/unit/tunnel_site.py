@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from heliostat.rayapi import RayApi
 from heliostat.tunnel import DashboardProxy
 
 DEADLINE_S = 60.0  # a net: nothing here waits that long unless it is broken
@@ -96,7 +97,7 @@ class Site:
         self.token_file = token_file
         token_file.write_text(TOKEN + "\n")
         self.proxy = DashboardProxy(
-            lambda: ("127.0.0.1", self.upstream_port), token_file.read_text, **options
+            lambda: RayApi("127.0.0.1", self.upstream_port, token_file.read_text()), **options
         )
         self.proxy.start()
         self.host, self.root = urlsplit(self.proxy.url)[1:3]

@@ -7,6 +7,7 @@ import os
 import zipfile
 from typing import Any, Dict, Optional
 
+TLS = "tls"  # the directory beside the token with keys and certificates
 OF_A_HEAD = ("head.json", "connection.json", "connection.env")  # nobody must find a head that is not there
 
 

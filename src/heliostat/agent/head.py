@@ -9,7 +9,7 @@ import os
 import time
 from typing import Any, Dict, List, Optional
 
-from . import files, hub, ports
+from . import files, hub, ports, tls
 from .command import Command
 from .idle import Dashboard, IdleClock, activity, last_jobs
 from .node import Json, Node, mine, try_port
@@ -156,7 +156,8 @@ class Head(Node):
             await self.hub.close(0)
         self.gcs = 0
         self.hub = hub.Hub(self.secret, self.heard, self.lost, self.silent_s, self.token)
-        self.info["hub"] = await self.hub.start(self.ip, block.ports["hub"])
+        context = tls.server_context(self.config, self.temp)
+        self.info["hub"] = await self.hub.start(self.ip, block.ports["hub"], context)
         place = {"id": self.config["id"], "ip": self.ip, "hub": self.info["hub"]}
         place.update(ray=self.info["ray"], python=self.info["python"])
         place["job"] = os.environ.get("SLURM_JOB_ID") or os.environ.get("PBS_JOBID")
@@ -192,11 +193,12 @@ class Head(Node):
         }
         if self.config["auth"] == "token":
             variables["RAY_AUTH_TOKEN_PATH"] = self.config["token_path"]
+        variables.update(tls.exports(self.config))
         files.write_json(
             self._path("connection.json"),
             {"schema": 1, "address": variables["RAY_ADDRESS"], "dashboard_port": port["dashboard"], "ray": self.info["ray"],
              "python": self.info["python"], "client_port": port["client"] or None,
-             "hub": {"ip": self.ip, "port": self.info["hub"]}, "env": variables},
+             "hub": {"ip": self.ip, "port": self.info["hub"], "tls": bool(self.config.get("tls"))}, "env": variables},
         )  # fmt: skip
         lines = ["export %s='%s'\n" % (k, str(v).replace("'", "'\\''")) for k, v in variables.items()]
         files.write(self._path("connection.env"), "".join(lines))

@@ -17,6 +17,7 @@ import json
 import re
 import resource
 import secrets
+import ssl
 import sys
 import time
 from typing import Any, Awaitable, Callable, Dict, Optional, Tuple
@@ -151,11 +152,13 @@ class Hub:
         self.waiting = Waiting()
         self.server: Optional[asyncio.AbstractServer] = None
 
-    async def start(self, host: str, port: int) -> int:
-        """Listens. Returns the port, which the kernel chooses for 0."""
+    async def start(self, host: str, port: int, context: Optional[ssl.SSLContext] = None) -> int:
+        """Listens, with TLS where there is a context. Returns the port, which the kernel chooses for 0."""
         limit = more_files()
         self.waiting.total = max(16, min(UNPROVED, limit // 4))
-        self.server = await asyncio.start_server(self._serve, host, port, limit=1 << 16, backlog=1024)
+        self.server = await asyncio.start_server(
+            self._serve, host, port, limit=1 << 16, backlog=1024, ssl=context
+        )
         return int(self.server.sockets[0].getsockname()[1])
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -244,7 +247,9 @@ class Link:
         status: Callable[[], Message],
         on_message: Callable[[Message], Awaitable[None]],
         silent_s: float = SILENT_S,
+        context: Optional[ssl.SSLContext] = None,
     ):
+        self.context = context
         self.secret, self.node, self.silent_s = secret, node, silent_s
         self.find, self.status, self.on_message = find, status, on_message
         self.writer: Optional[asyncio.StreamWriter] = None
@@ -268,7 +273,10 @@ class Link:
         head = self.find()
         if head is None:
             return
-        reader, writer = await asyncio.wait_for(asyncio.open_connection(head["ip"], head["hub"]), 5)
+        dial = asyncio.open_connection(
+            head["ip"], head["hub"], ssl=self.context, server_hostname=head["ip"] if self.context else None
+        )
+        reader, writer = await asyncio.wait_for(dial, 5)
         beats = None
         try:
             mine = secrets.token_hex(16)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import shutil
 import signal
 import sys
 import time
@@ -59,6 +60,8 @@ def do_node(config: Json) -> Json:
         said = stream.read()
     left = processes.end_all([keeper], config["mark"])
     tempdirs.remove(temp)
+    if "standalone" in config and config["role"] == "head":  # no client will
+        shutil.rmtree(os.path.join(os.path.dirname(config["token_path"]), files.TLS), ignore_errors=True)
     if said:
         answer: Json = json.loads(said)
     else:
@@ -100,6 +103,10 @@ def _make_folder(config: Json) -> None:
     os.makedirs(os.path.join(config["folder"], "logs"), exist_ok=True)
     if config["auth"] == "token" and config["role"] == "head" and not os.path.exists(config["token_path"]):
         files.write(config["token_path"], secrets.token_hex(32))
+        if config.get("tls"):
+            from . import tls
+
+            tls.make_authority(config)
 
 
 def _be_the_agent(config: Json, temp: str, keeper: int, writer: int) -> None:

@@ -12,7 +12,7 @@ import sys
 import time
 from typing import Any, Callable, Dict, List, Optional
 
-from . import files, hub, others, ports, probe, processes, runtime
+from . import files, hub, others, ports, probe, processes, runtime, tls
 from .command import Command
 from .raynode import IN_USE, SLOW, PortTaken, RayNode, join
 from .runtime import Refused
@@ -348,6 +348,7 @@ class Node:
                 self.config["address"].get("interface"), self.config["address"]["default"]
             )
             self.name_interface()
+            tls.prepare(self.config, self.ip, self.temp)
             if await self.unless_stopped(asyncio.ensure_future(self.start())):
                 self.move("READY")
                 await self.live()
@@ -438,7 +439,13 @@ class Worker(Node):
     async def meet_head(self) -> Optional[Json]:
         if self.link is None:
             self.link = hub.Link(
-                self.secret, self.name, self.find_head, self.status, self.told, self.silent_s
+                self.secret,
+                self.name,
+                self.find_head,
+                self.status,
+                self.told,
+                self.silent_s,
+                tls.client_context(self.config, self.temp),
             )
             self.background += [
                 asyncio.ensure_future(self.link.run()),

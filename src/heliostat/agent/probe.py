@@ -15,6 +15,7 @@ from typing import Any, Dict, Iterable, Iterator, List, Mapping, Optional, Tuple
 
 DEADLINE_S = 5.0  # for one vendor tool
 MASKS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+SYSTEM = "/usr/bin"
 UP, LOOPBACK, RUNNING = 0x1, 0x8, 0x40  # interface flags, the same on Linux and macOS
 
 Facts = Dict[str, Any]  # a part of the answer of `probe`, as JSON
@@ -45,6 +46,7 @@ def probe(root: str = "/", environ: Mapping[str, str] = os.environ) -> Facts:
         },
         "python": {"version": python_version(), "executable": sys.executable},
         "ray": ray(),
+        "openssl": openssl(environ),
         "cpus": cpus(root, environ),
         "memory": memory(root, environ),
         **gpus(environ),
@@ -88,6 +90,11 @@ def ray_version() -> Optional[str]:
             if name.startswith("ray-") and name.endswith((".dist-info", ".egg-info")):
                 return name[: -len(".dist-info")].split("-")[1]
     return None
+
+
+def openssl(environ: Mapping[str, str] = os.environ) -> Optional[str]:
+    """The program that makes certificates: the system's, else one on PATH."""
+    return _find("openssl", [SYSTEM, *os.get_exec_path(dict(environ))])
 
 
 def cpus(root: str = "/", environ: Mapping[str, str] = os.environ) -> Facts:
@@ -310,10 +317,14 @@ def _amd(environ: Mapping[str, str]) -> Iterator[Facts]:
         yield _gpu("amd", card[4:], uuid, name, [said.get(key, "") for key in keys], unit=1)
 
 
+def _find(program: str, directories: Iterable[str]) -> Optional[str]:
+    paths = (os.path.join(directory, program) for directory in directories)
+    return next((path for path in paths if os.path.isfile(path) and os.access(path, os.X_OK)), None)
+
+
 def _ask(environ: Mapping[str, str], program: str, *arguments: str) -> str:
     """What a program on PATH answers; nothing when it is not there, fails, or runs past the deadline."""
-    paths = (os.path.join(folder, program) for folder in os.get_exec_path(dict(environ)))
-    path = next((path for path in paths if os.path.isfile(path) and os.access(path, os.X_OK)), None)
+    path = _find(program, os.get_exec_path(dict(environ)))
     if path is None:
         return ""
     import subprocess  # 15 ms, so only where there is something to run

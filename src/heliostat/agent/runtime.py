@@ -15,7 +15,7 @@ import sys
 import tempfile
 from typing import Any, Dict, List, Optional, Tuple
 
-from . import ownership, probe, processes
+from . import ownership, probe, processes, tls
 from .setup import LOOK, UNFINISHED
 
 Json = Dict[str, Any]
@@ -69,6 +69,7 @@ class Own:
         env["RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL"] = "minor"
         # `python` means the Python that has this Ray, whatever shell we were started from
         env["PATH"] = os.pathsep.join([os.path.dirname(self.python), os.environ.get("PATH", os.defpath)])
+        env.update(tls.environment(self.config, self.temp))
         if self.config["auth"] == "token":
             return {
                 **env,

@@ -6,7 +6,7 @@ import time
 
 import click
 
-from heliostat.api import dashboard_target
+from heliostat.api import dashboard_api
 from heliostat.cli.options import CLUSTER, common
 from heliostat.cli.output import Output
 from heliostat.lifecycle import Lifecycle
@@ -31,9 +31,9 @@ def command(out: Output, /, cluster: str, in_browser: bool, port: int, proxied: 
     Reconnects by itself; ends with Ctrl-C."""
     life = Lifecycle()
     folder = life.find(cluster).folder
-    target, token = dashboard_target(life, cluster)
+    target = dashboard_api(life, cluster)
     target()  # a cluster that is not up is told now, not in the browser
-    proxy = DashboardProxy(target, token, port=port, proxied=proxied)
+    proxy = DashboardProxy(target, port=port, proxied=proxied)
     proxy.start()
     page = folder.path / "dashboard.html"
     try:

@@ -40,7 +40,8 @@ def show(out: Output, life: Lifecycle, config: Config, command: dict[str, Any] |
             out.say(f"# {len(step.nodes)} of `{config.spec.cluster_name}` by: {quote(words)}")
             out.exact(file.text)
         return
-    out.data(f"# writes {order.folder.as_posix()}/: record.json, spec.yaml, events.jsonl, token (0600), and")
+    secret = "token and tls/ (0600)" if config.spec.security.tls else "token (0600)"
+    out.data(f"# writes {order.folder.as_posix()}/: record.json, spec.yaml, events.jsonl, {secret}, and")
     out.data(f"# writes {order.agent.as_posix()}  (the agent, {format_bytes(len(agent_archive()))})")
     for file in plan.files:
         out.data(f"# writes {file.path.as_posix()}  ({file.mode:o})")
