@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import batch, commands, events, machine, memory, release, scale, slurm, ssh, start, table
+from benchmarks import batch, commands, events, machine, memory, release, scale, slurm, ssh, start, table, tls
 from benchmarks.figures import CannotMeasure, Figure, Turns
 from benchmarks.lab import HELIOSTAT, RAY, Lab
 from benchmarks.processes import adopt_orphans
@@ -42,6 +42,7 @@ MEASURES = {
     "ls-memory": Measure(memory.ls_memory, 3, 2, True),
     "up": Measure(start.up, 7, 3, False),
     "release": Measure(release.release, 7, 3, False),
+    "tls": Measure(tls.tls, 5, 3, False),
     "events": Measure(events.events, 1, 1, False),
     "scale": Measure(scale.scale, 3, 1, False),
     "slurm": Measure(slurm.slurm, 3, 1, False, named=True, nodes=(2, 4, 8)),

@@ -557,7 +557,8 @@ def test_a_real_dashboard(
     tmp_path: Path,
 ) -> None:
     """Every view of Ray's dashboard works below our path, and the other user gets nothing of it."""
-    assert cli("up", "--name", "ray", "--cpus-per-node", "1", "--object-store", "100M").rc == 0
+    done = cli("up", "--name", "ray", "--cpus-per-node", "1", "--object-store", "100M")
+    assert done.rc == 0, done.err
     try:
         url = spawn_cli("dashboard", "ray").stdout.readline().strip()
         name, port, base = urlsplit(url).hostname, urlsplit(url).port, url.partition("?")[0]
@@ -581,4 +582,5 @@ def test_a_real_dashboard(
             assert len(evil.requests) >= 6
             assert evil.header("cookie") == [] and evil.got_in == []
     finally:
-        assert cli("down", "ray").rc == 0
+        done = cli("down", "ray")
+        assert done.rc == 0, done.err
