@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import socket
 import threading
@@ -32,7 +33,7 @@ def dashboard() -> Iterator[tuple[int, list[bytes]]]:
                 except OSError:
                     return
                 with client, client.makefile("rb") as stream:
-                    head = b"".join(iter(stream.readline, b"\r\n"))
+                    head = b"".join(itertools.takewhile(lambda line: line not in (b"", b"\r\n"), stream))
                     length = [
                         line for line in head.split(b"\r\n") if line.lower().startswith(b"content-length")
                     ]

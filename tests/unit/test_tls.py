@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import builtins
+import itertools
 import json
 import socket
 import ssl
@@ -241,7 +242,9 @@ def dashboard() -> Iterator[int]:
                 except OSError:
                     return
                 with peer, peer.makefile("rb") as stream:
-                    head = b"".join(iter(stream.readline, b"\r\n")).lower()
+                    head = b"".join(
+                        itertools.takewhile(lambda line: line not in (b"", b"\r\n"), stream)
+                    ).lower()
                     left = int(head.partition(b"content-length:")[2].split()[0])
                     peer.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % left)
                     while left and (chunk := stream.read(min(left, 1 << 16))):

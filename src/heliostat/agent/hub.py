@@ -211,9 +211,10 @@ class Hub:
         if not self.dashboard or not ports.is_ours(self.dashboard):
             writer.write(b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
             return
+        request = add_token(head, self.token)
         there, back = await asyncio.open_connection("127.0.0.1", self.dashboard)
         try:
-            back.write(add_token(head, self.token))
+            back.write(request)
             await asyncio.gather(pipe(reader, back), pipe(there, writer))
         finally:
             back.close()
