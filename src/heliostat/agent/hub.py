@@ -75,6 +75,8 @@ async def pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> No
             await writer.drain()
         if writer.can_write_eof():
             writer.write_eof()
+        else:  # TLS cannot end one direction alone
+            writer.close()
     except OSError:
         writer.close()
 
