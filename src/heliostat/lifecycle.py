@@ -451,6 +451,10 @@ def _advice(reason: str, record: Record) -> str:
     """One thing to type, for the reasons that we know."""
     if "`heliostat setup`" in reason:
         return "heliostat setup, with the same file"
+    if "directory for temporary files" in reason:
+        return (
+            "set TMPDIR, by --setup on other hosts, to a directory that only you can change; heliostat doctor"
+        )
     if "no Ray in the image" in reason:
         return "build the image on docker://rayproject/ray, or install 'ray[default]' in it"
     if "neither apptainer nor singularity" in reason:

@@ -334,7 +334,7 @@ def test_a_directory_for_temporary_files_that_another_user_can_change(
         assert not stolen, "the attacker has the token"
         assert done.returncode == 1, done
         said = four_lines(done.stderr)
-        assert f"{temp} belongs to {attacker.name}" in said["because"], said
+        assert f"{temp} belongs to {attacker.name}" in said["because"] and "TMPDIR" in said["hint"], said
         assert not list(temp.glob("*")), "nothing was written there"
     finally:
         thief.kill()

@@ -39,7 +39,7 @@ async def start(node: Node) -> None:
     if code and not node.stopping.is_set():
         said = files.tail(log, 300).strip()
         node.others_failed("the step that starts them ended with code %d: %s" % (code, said), node.others)
-    if any(_was_killed(node, name) for name in node.others):
+    if code and any(_was_killed(node, name) for name in node.others):
         # the same step once more; `--no-kill` and `--wait=0` make it wait for every host that still answers
         await _run_sweep(node, [*node.config["others"][:-1], "sweep"])
 

@@ -34,13 +34,13 @@ def make(mark: str) -> str:
     """A new directory of ours alone, with a path that is short enough for Ray's sockets. Raises OSError.
 
     mark: what every process of the node has in its environment."""
+    sweep_all([])
     for parent in parents():
         if len(os.fsencode(parent)) + len("/hs-12345678/ray") > LONGEST:
             continue
         unsafe = ownership.find_unsafe(parent, shared=True)
         if unsafe:
             raise OSError("the directory for temporary files %s is not safe: %s" % (parent, unsafe))
-        sweep(parent)
         try:
             return _make(parent, mark)
         except OSError:
