@@ -109,6 +109,14 @@ def test_what_was_checked_is_not_looked_at_again(place: Path, monkeypatch: pytes
 
 
 @pytest.mark.needs_root
+def test_a_directory_of_root_s_that_users_share_needs_the_sticky_bit(place: Path) -> None:
+    place.chmod(0o777)
+    for path, shared, bits in ((place, True, "+t"), (place / "x", False, "+t"), (place, False, "o-w")):
+        found = find_unsafe(str(path), shared=shared)
+        assert found and found.bits.endswith(bits)
+
+
+@pytest.mark.needs_root
 def test_what_belongs_to_somebody_else_is_not_safe(place: Path) -> None:
     link = place / "link"
     link.symlink_to("/usr")

@@ -18,7 +18,7 @@ class Unsafe(NamedTuple):
     path: str
     why: str  # after the path: "belongs to mallory"
     fix: str  # what makes it safe: "chown", "chmod" or "" (for a link: use another path)
-    bits: str = ""  # for chmod: "o-w", "g-w" or "go-w"
+    bits: str = ""  # for chmod: "o-w", "g-w", "go-w" or "+t"
     mine: bool = False  # the current user may do that
 
     def __str__(self) -> str:
@@ -93,6 +93,8 @@ def _check(place: str, about: os.stat_result, shared: bool) -> Optional[Unsafe]:
     who = "everybody" if others & 0o002 else "its group %s" % _group(about.st_gid)
     why = "can be changed by %s (mode %o)" % (who, stat.S_IMODE(mode))
     bits = {0o002: "o-w", 0o020: "g-w", 0o022: "go-w"}[others]
+    if shared and stat.S_ISDIR(mode) and about.st_uid == 0:
+        bits = "+t"  # users share it: the sticky bit is enough
     return Unsafe(place, why, "chmod", bits, about.st_uid == me or me == 0)
 
 
