@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from heliostat.backends import _kube_api as kube
@@ -23,6 +23,7 @@ class Cluster:
         self.token: str | None = None
         self.asks_token = True
         self._ray: str | None = name if plural == "rayclusters" else None
+        self._ray_uid: str | None = uid if plural == "rayclusters" else None
         self._looked = -AGAIN_S
         self._watches: list[_Watch] = []
         self._warned: tuple[float, list[Object]] = (-WARNINGS_S, [])
@@ -68,10 +69,30 @@ class Cluster:
     def exists(self) -> bool:
         """The RayCluster of a RayJob, which may be gone before its job is."""
         try:
-            self.api.call("GET", f"{kube.RAY}/namespaces/{self.namespace}/rayclusters/{self._ray}")
+            found = self.api.call("GET", f"{kube.RAY}/namespaces/{self.namespace}/rayclusters/{self._ray}")
         except kube.NotThere:
             return False
+        if self.uid not in (found["metadata"]["uid"], *owners(found)):
+            return False
+        self._ray_uid = str(found["metadata"]["uid"])
         return True
+
+    def _own(self, pods: Iterable[Object]) -> list[Object]:
+        """The pods whose owner is our RayCluster: pods of another cluster of that name have the same label.
+
+        A RayJob's RayCluster may be gone before we have seen its uid. Its name is the operator's choice and does not come
+        back, so what has its label then was its own."""
+        if self._ray_uid is None and not self.exists():
+            return list(pods)
+        return [pod for pod in pods if self._ray_uid in owners(pod)]
+
+    def delete_pod(self, name: str, **options: Any) -> None:
+        """Deletes one pod of ours, known by its uid."""
+        path = f"/api/v1/namespaces/{self.namespace}/pods/{name}"
+        pod = self.api.call("GET", path)
+        if not self._own([pod]):
+            raise kube.NotThere(f"`{name}` is not a pod of `{self.name}`", saw=path)
+        self.api.delete(path, str(pod["metadata"]["uid"]), **options)
 
     @property
     def _pods(self) -> tuple[str, dict[str, str]]:
@@ -81,7 +102,7 @@ class Cluster:
         if self._ray is None:
             return []
         path, query = self._pods
-        return list(self.api.call("GET", path, query=query)["items"])
+        return self._own(self.api.call("GET", path, query=query)["items"])
 
     def look(self) -> tuple[Object | None, list[Object]]:
         """(the object, its pods)."""
@@ -90,7 +111,7 @@ class Cluster:
             self.close()
         if len(self._watches) == 2 and all(watch.synced for watch in self._watches):
             first, pods = self._watches
-            return self._mine(first.items.get(self.name)), list(pods.items.values())
+            return self._mine(first.items.get(self.name)), self._own(pods.items.values())
         made = self.fetch()
         found = (made, self.list_pods() if made else [])
         if again and made and self._ray and not self._watches:
@@ -136,6 +157,11 @@ class Cluster:
         for watch in self._watches:
             watch.closed = True
         self._watches = []
+
+
+def owners(made: Object) -> list[str]:
+    """The uids of the objects that own this one."""
+    return [str(owner["uid"]) for owner in made["metadata"].get("ownerReferences") or ()]
 
 
 def _time(event: Object) -> str:

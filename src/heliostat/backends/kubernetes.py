@@ -31,7 +31,7 @@ from heliostat.backends.base import (
     Told,
     by_name,
 )
-from heliostat.errors import HeliostatError, UsageError
+from heliostat.errors import HeliostatError, NotFoundError, UsageError
 from heliostat.states import NodeState
 from heliostat.transport import Completed
 
@@ -131,7 +131,8 @@ class Kubernetes:
             found += [
                 _handle(api, namespace, {"kind": kind, **item}, tuple(m.name for m in members(spec)))
                 for item in listed["items"]
-                if mark or item["metadata"]["name"] == spec.cluster_name
+                if item["metadata"]["name"]
+                == spec.cluster_name  # a copy under another name has our label too
             ]
         return found
 
@@ -167,18 +168,13 @@ class Kubernetes:
             self._wait_gone(handle)
 
     def _delete(self, handle: Handle, now: bool) -> None:
+        """By uid: somebody may have deleted ours and made another object of that name."""
         api, cluster = _api(handle), self._cluster(handle)
         pods = cluster.list_pods() if now else []
-        try:
-            api.call("DELETE", cluster.path, query={"propagationPolicy": "Background"})
-        except kube.NotThere:
-            pass
+        api.delete(cluster.path, cluster.uid, propagationPolicy="Background")
         for pod in pods:
             place = f"/api/v1/namespaces/{cluster.namespace}/pods/{pod['metadata']['name']}"
-            try:
-                api.call("DELETE", place, query={"gracePeriodSeconds": 0})
-            except kube.NotThere:
-                pass
+            api.delete(place, str(pod["metadata"]["uid"]), gracePeriodSeconds=0)
 
     def _wait_gone(self, handle: Handle) -> None:
         cluster, deadline, pause = self._cluster(handle), time.monotonic() + END_S, 0.1
@@ -306,7 +302,7 @@ class Kubernetes:
     # -- changing it
 
     def resize(self, handle: Handle, workers: Mapping[str | None, int], host: Transport) -> None:
-        api, cluster = _api(handle), self._cluster(handle)
+        cluster = self._cluster(handle)
         made = cluster.fetch()
         groups = cluster.ray_spec(made or {}).get("workerGroupSpecs") or []
         where = "/spec/rayClusterSpec" if handle.detail["object"] == "RayJob" else "/spec"
@@ -321,27 +317,42 @@ class Kubernetes:
                     {"op": "add", "path": f"{path}/{key}", "value": workers[name]}
                     for key in ("replicas", "minReplicas", "maxReplicas")
                 ]
-        self._patch(api, cluster, patch)
+        self._patch(handle, patch)
 
     def keep(self, handle: Handle, host: Transport, *, away: bool) -> None:
         patch = [{"op": "add", "path": "/spec/suspend", "value": away}]
-        self._patch(_api(handle), self._cluster(handle), patch)
+        self._patch(handle, patch)
         self._tables.pop(str(handle.detail["uid"]), None)
 
-    def _patch(self, api: kube.Api, cluster: Cluster, patch: list[dict[str, Any]]) -> None:
+    def _patch(self, handle: Handle, patch: list[dict[str, Any]]) -> None:
+        """All of it, or nothing where the object is not ours any more: the server itself tests the uid."""
+        api, cluster = _api(handle), self._cluster(handle)
+        whole = [{"op": "test", "path": "/metadata/uid", "value": cluster.uid}, *patch]
         query = {"fieldValidation": "Strict"}
-        api.call("PATCH", cluster.path, patch, query=query, kind="application/json-patch+json")
-        cluster.stale()
+        try:
+            api.call("PATCH", cluster.path, whole, query=query, kind="application/json-patch+json")
+        except (kube.NotThere, kube.Invalid):
+            uid = api.uid_of(cluster.path)
+            if uid == cluster.uid:
+                raise
+            raise NotFoundError(
+                f"`{handle.native_id}` is not there any more",
+                because="somebody has deleted it"
+                + (f", and another {handle.detail['object']} has its name" if uid else ""),
+                hint="heliostat ls",
+            ) from None
+        finally:
+            cluster.stale()
 
     def renew(self, handle: Handle, node: str, told: Mapping[str, Any], host: Transport) -> None:
         cluster = self._cluster(handle)
-        _api(handle).call("DELETE", f"/api/v1/namespaces/{cluster.namespace}/pods/{told['id']}")
+        cluster.delete_pod(str(told["id"]))
         cluster.stale()
 
     def started_job(self, handle: Handle, job: str, host: Transport) -> None:
         if handle.detail["object"] == "RayJob":
             patch = [{"op": "add", "path": "/spec/jobId", "value": job}]
-            self._patch(_api(handle), self._cluster(handle), patch)
+            self._patch(handle, patch)
 
     # -- the way in
 
