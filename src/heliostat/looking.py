@@ -20,7 +20,7 @@ from heliostat.events import Emit, Event
 from heliostat.states import TERMINAL, ClusterState, NodeState, check_move
 from heliostat.store import ClusterFolder, NodeRecord, Record, Store
 from heliostat.telling import DEMAND, Telling, believe, handle_of, newcomers
-from heliostat.transport import Local, Transport
+from heliostat.transport import Local, Proxied, Transport
 
 if TYPE_CHECKING:
     from heliostat.mirror import Mirror
@@ -482,7 +482,8 @@ class Looking:
 
         self.must_be_up(view)
         connection = view.folder.connection() or {}
-        host, port = self._reach(view).forward("127.0.0.1", int(connection["dashboard_port"]))
+        way = self._reach(view)
+        host, port = way.forward("127.0.0.1", int(connection["dashboard_port"]))
         token = view.folder.read_token()
         if token is None and connection["env"]["RAY_AUTH_MODE"] == "token":
             raise HeliostatError(
@@ -490,7 +491,8 @@ class Looking:
                 because=f"there is no {view.folder.token}",
                 hint=f"wait a few seconds: the head writes it again; else heliostat restart {view.record.name}",
             )
-        return RayApi(host, port, token, name=view.record.name)
+        proxy_error = way.proxy_error if isinstance(way, Proxied) else None
+        return RayApi(host, port, token, name=view.record.name, proxy_error=proxy_error)
 
     def _reach(self, view: View) -> Transport:
         head = next(node for node in view.record.nodes.values() if node.role == "head")

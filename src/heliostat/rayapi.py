@@ -11,12 +11,12 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
 
-from heliostat.errors import HeliostatError, NotFoundError
+from heliostat.errors import AccessDenied, HeliostatError, NotFoundError
 from heliostat.units import parse_bytes
 
 FINAL = frozenset({"SUCCEEDED", "FAILED", "STOPPED"})
@@ -29,15 +29,28 @@ _WAITS = re.compile(
 )
 
 
+ProxyError = Callable[[str, str, int, bytes], HeliostatError | None]  # as Proxied.proxy_error
+
+
 class NoAnswer(HeliostatError):
     """The head's dashboard does not answer; the cluster may still live."""
 
 
 class RayApi:
-    """One head. `token` None: the cluster has no authentication."""
+    """One head. `token` None: the cluster has no authentication. proxy_error: there is a proxy on the way, which may answer
+    in Ray's place."""
 
-    def __init__(self, host: str, port: int, token: str | None, *, name: str = "") -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        token: str | None,
+        *,
+        name: str = "",
+        proxy_error: ProxyError | None = None,
+    ) -> None:
         self.host, self.port, self.token, self.name = host, port, token, name
+        self.proxy_error = proxy_error
 
     def _connect(self, timeout: float) -> http.client.HTTPConnection:
         return http.client.HTTPConnection(self.host, self.port, timeout=timeout)
@@ -61,6 +74,9 @@ class RayApi:
             raise self._no_answer(error) from None
         finally:
             connection.close()
+        proxy = self.proxy_error if status >= 400 else None
+        if proxy and (own := proxy(method, path, status, content)):
+            raise own
         if status in (502, 503, 504):  # somebody between us and the head
             raise self._no_answer(ConnectionError(f"{method} {path} answered {status}"))
         if status in (401, 403):
@@ -194,6 +210,8 @@ class RayApi:
         query = urlencode({"node_ip": ip, "filename": name, "lines": -1})
         try:
             status, content = self._call("GET", f"/api/v0/logs/file?{query}", timeout=60)
+        except AccessDenied:
+            raise
         except HeliostatError:
             return b""
         return content if status == 200 else b""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -50,7 +51,11 @@ class Telling:
             finally:
                 self._next = time.monotonic() + self.platform.pace[0]
         if node:
-            self.pull_logs(handle, node)
+            try:
+                self.pull_logs(handle, node)
+            except Refused as error:
+                self.refusal = error
+                raise
 
     def again(self) -> None:
         """We have just changed something: what was told is not true any more."""
@@ -76,12 +81,15 @@ class Telling:
     def _write(self, name: str, document: Mapping[str, Any]) -> None:
         write_atomic(self.folder.path / name, json.dumps(document, indent=1) + "\n")
 
-    def pull_logs(self, handle: Handle, node: str) -> None:
+    def pull_logs(self, handle: Handle, node: str, over: threading.Event | None = None) -> None:
+        """over: set when nobody waits for them any more; then nothing is written."""
         told = (self.folder.state().get("nodes") or {}).get(node) or {}
         place = self.folder.logs / node
         place.mkdir(mode=0o700, exist_ok=True)
         known = {path.name: path.stat().st_size for path in place.iterdir() if path.is_file()}
         for name, data in self.platform.logs(handle, node, told, known, self.host).items():
+            if over and over.is_set():
+                return
             if data:
                 with open(
                     os.open(place / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab"

@@ -77,3 +77,12 @@ def typed(words: list[str]) -> int:
 
 def pod_of(view: View, node: str) -> str:
     return str(view.live["nodes"][node]["id"])
+
+
+def lacks(kube: Kube, group: str, resource: str, verb: str) -> None:
+    """The user may do everything but this."""
+    rights = [
+        {"groups": [g], "resources": [r], "verbs": [v for v in verbs if (g, r, v) != (group, resource, verb)]}
+        for g, r, verbs in site.kube.RIGHTS
+    ]
+    kube.control("rules", user="lab", rules=rights)

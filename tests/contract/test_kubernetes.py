@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
-from contract.kube_life import ROOM, kube, life, pod_of, server, spec, states, typed
+from contract.kube_life import ROOM, kube, lacks, life, pod_of, server, spec, states, typed
 from contract.worlds import until
 from heliostat import growth, nodes, planning, report
 from heliostat.backends import _kube_watch
@@ -253,37 +253,6 @@ def test_doctor(kube: Kube, home: Path, tmp_path: Path, capfd: pytest.CaptureFix
 
 
 # -- the other party says no
-
-
-def lacks(kube: Kube, group: str, resource: str, verb: str) -> None:
-    """The user may do everything but this."""
-    rights = [
-        {"groups": [g], "resources": [r], "verbs": [v for v in verbs if (g, r, v) != (group, resource, verb)]}
-        for g, r, verbs in site.kube.RIGHTS
-    ]
-    kube.control("rules", user="lab", rules=rights)
-
-
-@pytest.mark.parametrize(
-    ("group", "resource", "verb"),
-    [
-        ("ray.io", "rayclusters", "list"),
-        ("ray.io", "rayclusters", "create"),
-        ("ray.io", "rayclusters", "get"),
-        ("", "pods", "list"),
-        ("", "secrets", "get"),
-    ],
-)
-def test_a_right_that_is_lacking(kube: Kube, home: Path, group: str, resource: str, verb: str) -> None:
-    lacks(kube, group, resource, verb)
-    with pytest.raises(Refused) as caught:
-        life(home).up(spec())
-    assert caught.value.what == f"your role may not {verb} `{resource}` in the namespace `ml`"
-    role = yaml.safe_load(caught.value.more)
-    rights = {(rule["apiGroups"][0], rule["resources"][0]): rule["verbs"] for rule in role["rules"]}
-    assert verb in rights[group, resource] and role["metadata"]["namespace"] == "ml"
-    kube.control("reset")
-    assert kube.names("rayclusters") == [] or (resource == "rayclusters" and verb == "get")
 
 
 def test_the_rights_that_are_printed_are_enough(kube: Kube, home: Path) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode, urlsplit
 
-from heliostat.errors import HeliostatError, Refused, UsageError
+from heliostat.errors import AccessDenied, HeliostatError, Refused, UsageError
 
 if TYPE_CHECKING:
     import urllib3
@@ -374,7 +374,7 @@ class Api:
             return Refused("Kubernetes said no", because=words, saw=saw)
         verb, resource, namespace = found.groups()
         where = f" in the namespace `{namespace}`" if namespace else ""
-        return Refused(
+        return AccessDenied(
             f"your role may not {verb} `{resource}`{where}",
             because=words,
             saw=saw,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode
 
 from heliostat.backends import _kube_api as kube
-from heliostat.errors import HeliostatError
+from heliostat.errors import AccessDenied, HeliostatError
 from heliostat.transport import Completed
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def _container(api: kube.Api, place: str, pod: str, name: str, known: int) -> by
 def _ask(api: kube.Api, place: str, query: Mapping[str, str]) -> bytes:
     try:
         return api.raw("GET", f"{place}/log", query=query, seconds=120.0)
-    except kube.Silent:
+    except (kube.Silent, AccessDenied):
         raise
     except HeliostatError:  # a container that has not begun has no log
         return b""

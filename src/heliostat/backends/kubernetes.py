@@ -31,7 +31,7 @@ from heliostat.backends.base import (
     Told,
     by_name,
 )
-from heliostat.errors import HeliostatError, NotFoundError, UsageError
+from heliostat.errors import HeliostatError, NotFoundError, Refused, UsageError
 from heliostat.states import NodeState
 from heliostat.transport import Completed
 
@@ -270,6 +270,8 @@ class Kubernetes:
             return known
         try:
             found = frozenset(str(node["ip"]) for node in self._ray(handle, token).nodes())
+        except Refused:
+            raise  # a right that is lacking, or credentials that have run out: nothing gets better by waiting
         except HeliostatError:
             found = None
         self._tables[cluster.uid] = (time.monotonic(), found)
@@ -278,8 +280,9 @@ class Kubernetes:
     def _ray(self, handle: Handle, token: str | None) -> RayApi:
         from heliostat.rayapi import RayApi
 
-        host, port = self.reach(handle, None).forward("127.0.0.1", DASHBOARD)
-        return RayApi(host, port, token, name=handle.native_id)
+        way = _Way(self, handle)
+        host, port = way.forward("127.0.0.1", DASHBOARD)
+        return RayApi(host, port, token, name=handle.native_id, proxy_error=way.proxy_error)
 
     def _connection(
         self,
@@ -464,6 +467,11 @@ class _Way:
         if made is None:
             raise HeliostatError(f"`{self.handle.native_id}` is not there any more")
         return forward(_api(self.handle), cluster.namespace, cluster.service(made), port)
+
+    def proxy_error(self, method: str, path: str, status: int, content: bytes) -> HeliostatError | None:
+        from heliostat.backends._kube_proxy import proxy_error
+
+        return proxy_error(_api(self.handle), self.handle.native_id, method, path, status, content)
 
 
 def _api(handle: Handle) -> kube.Api:
