@@ -36,6 +36,10 @@ class NoAnswer(HeliostatError):
     """The head's dashboard does not answer; the cluster may still live."""
 
 
+class NotLetIn(HeliostatError):
+    """Ray refuses our token: it may be that of another head."""
+
+
 class RayApi:
     """One head. `token` None: the cluster has no authentication. proxy_error: there is a proxy on the way, which may answer
     in Ray's place."""
@@ -80,7 +84,7 @@ class RayApi:
         if status in (502, 503, 504):  # somebody between us and the head
             raise self._no_answer(ConnectionError(f"{method} {path} answered {status}"))
         if status in (401, 403):
-            raise HeliostatError(
+            raise NotLetIn(
                 f"the cluster `{self.name}` does not let us in",
                 because=content.decode("utf-8", "replace")[:200],
                 saw=f"{method} {path} answered {status}",
@@ -266,8 +270,11 @@ class RayApi:
         if status != 200:
             raise self._refused("upload", status, content)
 
-    def output(self, job_id: str, *, follow: bool = True) -> Iterator[bytes]:
-        """A job's output from its first byte, as it is written; ends after the last byte of an ended job.
+    def output(
+        self, job_id: str, *, follow: bool = True, poll: Callable[[], object] = bool
+    ) -> Iterator[bytes]:
+        """A job's output from its first byte, as it is written; ends after the last byte of an ended job. poll: called now
+        and then while the job runs; what it raises ends this.
 
         Ray's own tail looks once a second and may miss what is written in its last second; this reads the raw file
         through Ray's log service and, when the job has ended, once more to its very end.
@@ -281,6 +288,7 @@ class RayApi:
         reader: _Reader | None = None
         try:
             while follow and job["status"] not in FINAL:
+                poll()
                 if job["node_id"] and (reader is None or reader.over):
                     reader = _Reader(self, job, seen)
                 for chunk in reader.take(pause) if reader else ():

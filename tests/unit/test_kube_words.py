@@ -342,6 +342,12 @@ def test_ready_is_what_rays_node_table_has(
     assert (told["reason"] != "") == (state == "LOST")
 
 
+def test_a_pod_that_ends_while_its_cluster_goes_on() -> None:
+    """Another takes its place: the node is on its way, whatever Ray's table still has."""
+    told = tell_pod(pod("a", ends=True), frozenset({"10.0.0.1"}), READY, replaced=True)
+    assert (told["state"], told["reason"]) == ("STARTING", "its pod ends, and another takes its place")
+
+
 def test_no_table_makes_a_pod_ready_that_does_not_run() -> None:
     for one in (pod("a", ends=True), pod("a", phase="Failed"), pod("a", phase="Pending")):
         assert tell_pod(one, frozenset({"10.0.0.1"}), READY)["state"] != "READY"

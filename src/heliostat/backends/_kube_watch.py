@@ -23,7 +23,8 @@ class Cluster:
         self.token: str | None = None
         self.asks_token = True
         self._ray: str | None = name if plural == "rayclusters" else None
-        self._ray_uid: str | None = uid if plural == "rayclusters" else None
+        # of its RayCluster; KubeRay makes that of a RayJob anew, under its name, where somebody deletes it
+        self._ray_uids = {uid} if plural == "rayclusters" else set()
         self._looked = -AGAIN_S
         self._watches: list[_Watch] = []
         self._warned: tuple[float, list[Object]] = (-WARNINGS_S, [])
@@ -72,9 +73,12 @@ class Cluster:
             found = self.api.call("GET", f"{kube.RAY}/namespaces/{self.namespace}/rayclusters/{self._ray}")
         except kube.NotThere:
             return False
-        if self.uid not in (found["metadata"]["uid"], *owners(found)):
+        uid = str(found["metadata"]["uid"])
+        if self.uid not in (uid, *owners(found)):
             return False
-        self._ray_uid = str(found["metadata"]["uid"])
+        if uid not in self._ray_uids:
+            self._ray_uids.add(uid)
+            self.token = None  # each has its own
         return True
 
     def _own(self, pods: Iterable[Object]) -> list[Object]:
@@ -82,9 +86,11 @@ class Cluster:
 
         A RayJob's RayCluster may be gone before we have seen its uid. Its name is the operator's choice and does not come
         back, so what has its label then was its own."""
-        if self._ray_uid is None and not self.exists():
-            return list(pods)
-        return [pod for pod in pods if self._ray_uid in owners(pod)]
+        found = list(pods)
+        strange = [pod for pod in found if not self._ray_uids.intersection(owners(pod))]
+        if self.plural == "rayjobs" and strange and not self.exists() and not self._ray_uids:
+            return found
+        return [pod for pod in found if self._ray_uids.intersection(owners(pod))]
 
     def delete_pod(self, name: str, **options: Any) -> None:
         """Deletes one pod of ours, known by its uid."""

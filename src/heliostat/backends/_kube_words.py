@@ -70,13 +70,18 @@ def kind_of(pod: Pod) -> tuple[str, str | None]:
     return "worker", None if group == PLAIN else group
 
 
-def tell_pod(pod: Pod, alive: Collection[str] | None, before: Mapping[str, Any]) -> dict[str, Any]:
-    """How the node of this pod is. alive: the addresses in Ray's node table; None: Ray did not answer."""
+def tell_pod(
+    pod: Pod, alive: Collection[str] | None, before: Mapping[str, Any], *, replaced: bool = False
+) -> dict[str, Any]:
+    """How the node of this pod is. alive: the addresses in Ray's node table; None: Ray did not answer. replaced: KubeRay puts
+    another pod in the place of one that ends, because the cluster goes on and wants the node."""
     status = pod.get("status") or {}
     state, reason = _judge(pod, status)
     ip = status.get("podIP")
     same = before.get("id") == pod["metadata"]["name"]
-    if state == "STARTING" and alive is None and same and before.get("state") in ("READY", "LOST"):
+    if _ends(pod) and replaced:
+        state, reason = "STARTING", "its pod ends, and another takes its place"
+    elif state == "STARTING" and alive is None and same and before.get("state") in ("READY", "LOST"):
         state, reason = str(before["state"]), str(before.get("reason") or "")
     elif state == "STARTING" and alive and ip in alive:
         state, reason = "READY", ""

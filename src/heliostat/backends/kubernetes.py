@@ -150,6 +150,8 @@ class Kubernetes:
         status = made.get("status") or {}
         word = str(status.get("jobDeploymentStatus") or status.get("state") or "")
         said = " ".join(str(status.get("message") or status.get("reason") or "").split())[:300]
+        if "deletionTimestamp" in made["metadata"]:
+            return Observation(N.STOPPING, "somebody has deleted it", word)
         if word == "ValidationFailed":
             return Observation(N.FAILED, said or "KubeRay refused it", word)
         if made["kind"] == "RayJob" and word in ("Complete", "Failed") and not cluster.exists():
@@ -217,13 +219,14 @@ class Kubernetes:
         token = self._token(handle, cluster, made)
         alive = self._table(handle, cluster, named, before, token)
         events = cluster.warnings() if None in named.values() else []
+        own = {node.name for node in nodes} if not made["spec"].get("suspend") else set()
         told: dict[str, Mapping[str, Any]] = {}
         for name, pod in named.items():
             if pod is None:
                 node = next(node for node in nodes if node.name == name)
                 told[name] = {**self._absent(made, events), "role": node.role, "group": node.group}
             else:
-                told[name] = tell_pod(pod, alive, before.get(name) or {})
+                told[name] = tell_pod(pod, alive, before.get(name) or {}, replaced=name in own)
         return Told(told, self._connection(cluster, made, told, alive), token)
 
     def _absent(self, made: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> dict[str, str]:
@@ -465,7 +468,9 @@ class _Way:
         cluster = self.site._cluster(self.handle)
         made, _ = cluster.look()
         if made is None:
-            raise HeliostatError(f"`{self.handle.native_id}` is not there any more")
+            from heliostat.rayapi import NoAnswer
+
+            raise NoAnswer(f"`{self.handle.native_id}` is not there any more")
         return forward(_api(self.handle), cluster.namespace, cluster.service(made), port)
 
     def proxy_error(self, method: str, path: str, status: int, content: bytes) -> HeliostatError | None:
