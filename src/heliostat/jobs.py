@@ -21,6 +21,7 @@ from heliostat.script import quote
 from heliostat.states import TERMINAL, NodeState
 from heliostat.store import ClusterFolder
 from heliostat.telling import handle_of
+from heliostat.units import format_duration
 
 if TYPE_CHECKING:
     from heliostat.spec import ClusterSpec
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 STOP_S = 10  # from SIGTERM to SIGKILL, as for a `run`; Ray's own 3 s are too few for a sweep
 PATIENCE_S = 30.0  # so long may a head be silent before a job that is waited for is given up
+TIMED_OUT = 124  # the exit code of `timeout` where it ended the command
 LOOK_S = 1.0  # between two looks at a platform's cluster while a job is followed
 
 
@@ -288,13 +290,17 @@ class Jobs:
             write("out", chunk)
 
         try:
-            job = self.submit(name, command["argv"], here=True, job_id=RUN)
             platform, handle = life.platform(record), handle_of(record)
-            if platform and handle:
-                platform.started_job(handle, job, life.host_of(record))
+            assert platform and handle
+            argv = platform.limited_command(handle, command["argv"], life.host_of(record))
+            job = self.submit(name, argv, here=True, job_id=RUN)
+            platform.started_job(handle, job, life.host_of(record))
             if detach:
                 return 0
             code = self.wait(name, job, tee)
+            if code == TIMED_OUT and spec.time and argv != command["argv"]:
+                limit = format_duration(spec.time)
+                life.emit(Event("note", f"the command was stopped: its time limit of {limit} has passed"))
             self._ended(folder, code)
             life.release(folder)
             return code

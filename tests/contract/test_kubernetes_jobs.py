@@ -13,6 +13,8 @@ import pytest
 from contract.kube import CLUSTERS, JOBS, get
 from contract.kube_life import kube, life, server, spec
 from contract.worlds import until
+from heliostat import lifecycle
+from heliostat.backends import kubernetes as site
 from heliostat.errors import HeliostatError, NotFoundError
 from heliostat.jobs import Jobs
 from heliostat.lifecycle import Lifecycle
@@ -139,3 +141,69 @@ def test_a_cluster_that_is_being_deleted_is_stopping(kube: Kube, home: Path) -> 
     assert str(view.state) == "stopping" and "somebody has deleted it" in view.record.nodes["head"].reason
     kube.control("merge", kind="rayclusters", name="lab", patch={"metadata": {"finalizers": None}})
     kube.request("DELETE", f"{CLUSTERS}/lab")
+
+
+# -- the time limit of a `run`
+
+
+def test_the_time_limit_ends_the_command(kube: Kube, home: Path, tmp_path: Path) -> None:
+    told: list[str] = []
+    limited = spec(nodes=2, time="8s")
+    code = Jobs(life(home, told)).run(limited, command(*begins(tmp_path)), lambda *_: None)
+    assert code == 124 and not lives(begun(tmp_path))
+    assert [line for line in told if "its time limit of 8s has passed" in line], told
+    assert kube.names("rayjobs") == [] and kube.names("pods") == []
+
+
+def test_a_command_within_its_limit_is_not_touched(kube: Kube, home: Path) -> None:
+    for argv, code in ((["sh", "-c", "exit 7"], 7), (["exit 6"], 6)):  # one word is a shell line
+        assert Jobs(life(home)).run(spec(time="10m"), command(*argv), lambda *_: None) == code
+
+
+def test_the_time_limit_holds_where_nobody_waits(kube: Kube, home: Path, tmp_path: Path) -> None:
+    """KubeRay only calls the RayJob Failed at its deadline and deletes the cluster ten minutes later: until then the command
+    went on, and its output must stay available."""
+    Jobs(life(home)).run(spec(time="8s"), command(*begins(tmp_path)), lambda *_: None, detach=True)
+    pid = begun(tmp_path)
+    until(lambda: not lives(pid), "the command has ended")
+    until(lambda: get(kube, "lab", JOBS)["status"].get("jobStatus") == "FAILED", "KubeRay has seen that")
+    assert len(kube.names("pods")) == 1  # whoever looks now can still have its output
+
+
+@pytest.fixture
+def no_timeout_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in an image without it: then only KubeRay's own deadline is left."""
+    monkeypatch.setattr(
+        site.Kubernetes, "limited_command", lambda self, handle, argv, host: argv, raising=False
+    )
+
+
+@pytest.mark.usefixtures("no_timeout_program")
+def test_the_operators_deadline_ends_a_run(kube: Kube, home: Path, tmp_path: Path) -> None:
+    with pytest.raises(HeliostatError, match="`lab` ended before the job `run` did") as caught:
+        Jobs(life(home)).run(spec(time="5s"), command(*begins(tmp_path)), lambda *_: None)
+    plain(caught.value)
+    assert "its time limit has passed" in caught.value.because
+    assert not lives(begun(tmp_path)) and kube.names("rayjobs") == []
+    past = Store(home).last_past("lab")
+    assert past is not None and "its time limit has passed" in past.record().reason
+
+
+@pytest.mark.usefixtures("no_timeout_program")
+def test_after_the_operators_deadline_a_detached_run_is_stopping(
+    kube: Kube, home: Path, tmp_path: Path
+) -> None:
+    Jobs(life(home)).run(spec(time="5s"), command(*begins(tmp_path)), lambda *_: None, detach=True)
+    until(lambda: get(kube, "lab", JOBS)["status"].get("reason") == "DeadlineExceeded", "the deadline")
+    view = life(home).find("lab")
+    assert str(view.state) == "stopping" and "its time limit has passed" in view.record.nodes["head"].reason
+    life(home).down("lab")
+    until(lambda: not lives(begun(tmp_path)), "the command has ended")
+
+
+def test_the_deadline_passes_in_the_queue(kube: Kube, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lifecycle, "UP_S", 60.0)
+    kube.set(schedule_delay=3600.0)
+    with pytest.raises(HeliostatError, match="`lab` did not start") as caught:
+        Jobs(life(home)).run(spec(time="2s"), command("true"), lambda *_: None)
+    assert "its time limit has passed" in caught.value.because and kube.names("rayjobs") == []

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from heliostat.backends._kube_words import PLAIN, absent, kind_of, name_pods, tell_pod
+from heliostat.backends._kube_words import PLAIN, absent, judge_object, kind_of, name_pods, tell_pod
 from heliostat.states import NodeState
 from heliostat.store import NodeRecord
 
@@ -146,6 +146,47 @@ def test_kinds() -> None:
     assert kind_of(head()) == ("head", None)
     assert kind_of(pod("a")) == ("worker", None) and kind_of(pod("a", "gpu")) == ("worker", "gpu")
     assert kind_of({"metadata": {"name": "bare"}}) == ("worker", None)
+
+
+# -- how the whole is
+
+
+def ray_job(word: str, job: str = "", reason: str = "", message: str = "") -> dict[str, Any]:
+    status = {"jobDeploymentStatus": word, "jobStatus": job, "reason": reason, "message": message}
+    return {"kind": "RayJob", "metadata": {"name": "lab"}, "status": status}
+
+
+LATE = "The RayJob has passed the activeDeadlineSeconds. StartTime: x. ActiveDeadlineSeconds: 40"
+GIVEN_UP = ("Failed", "RUNNING", "JobStatusCheckTimeoutExceeded", "Failed to get job status")
+
+
+@pytest.mark.parametrize(
+    ("made", "exists", "state", "words"),
+    [
+        (ray_job("Running", "RUNNING"), True, "ALLOCATED", ""),
+        (ray_job("Complete", "SUCCEEDED"), True, "ALLOCATED", ""),
+        (ray_job("Failed", "FAILED", "AppFailed", "exit code 3"), True, "ALLOCATED", ""),
+        (
+            ray_job("Failed", "RUNNING", "DeadlineExceeded", LATE),
+            True,
+            "STOPPING",
+            "its time limit has passed",
+        ),
+        (ray_job("Failed", "", "DeadlineExceeded", LATE), True, "FAILED", "its time limit has passed"),
+        (ray_job("Failed", "", "PreRunningDeadlineExceeded", LATE), True, "FAILED", "its time limit has"),
+        (ray_job(*GIVEN_UP), True, "STOPPING", "KubeRay has given it up: Failed to get job status"),
+        (ray_job("Failed", "RUNNING", "DeadlineExceeded", LATE), False, "GONE", "its time limit has passed"),
+        (ray_job("Complete", "SUCCEEDED"), False, "GONE", ""),
+        (ray_job("ValidationFailed", message="no"), False, "FAILED", "no"),
+    ],
+)
+def test_what_an_object_says_of_itself(made: dict[str, Any], exists: bool, state: str, words: str) -> None:
+    seen = judge_object(made, lambda: exists, 1)
+    assert str(seen.state) == state and seen.reason.startswith(words)
+    if state == "GONE":
+        assert seen.words["state"] == ("GONE" if words == "" else "FAILED")
+    made["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+    assert judge_object(made, lambda: exists, 1).state is NodeState.STOPPING
 
 
 # -- how it is

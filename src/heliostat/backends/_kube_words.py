@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from heliostat.backends.base import Observation
+from heliostat.states import NodeState
 from heliostat.store import NodeRecord
+
+N = NodeState
 
 PLAIN = "workers"  # the group of workers that have none
 
@@ -21,6 +25,39 @@ BROKEN = ("CreateContainerConfigError", "CreateContainerError", "RunContainerErr
 CRASHES = 2  # so often a container may end before it is called a failure
 
 Pod = Mapping[str, Any]
+
+
+ENDED = {
+    "SUCCEEDED": 0,
+    "FAILED": 1,
+    "STOPPED": None,
+}  # a job's last words in a RayJob, and the exit code they tell of
+
+
+def judge_object(made: Mapping[str, Any], exists: Callable[[], bool], launch: int) -> Observation:
+    """What a RayCluster or RayJob says of itself as a whole. exists: whether the RayCluster of a RayJob is there."""
+    status = made.get("status") or {}
+    word = str(status.get("jobDeploymentStatus") or status.get("state") or "")
+    reason = " ".join(str(status.get("message") or status.get("reason") or "").split())[:300]
+    if "deletionTimestamp" in made["metadata"]:
+        return Observation(N.STOPPING, "somebody has deleted it", word)
+    if word == "ValidationFailed":
+        return Observation(N.FAILED, reason or "KubeRay refused it", word)
+    if made["kind"] != "RayJob" or word not in ("Complete", "Failed"):
+        return Observation(N.ALLOCATED, "", word)
+    job = str(status.get("jobStatus") or "")
+    if word == "Failed" and job not in ENDED:
+        late = str(status.get("reason") or "").endswith("DeadlineExceeded")
+        reason = f"{'its time limit has passed' if late else 'KubeRay has given it up'}: {reason}"
+    if exists():
+        if word == "Complete" or job in ENDED:
+            return Observation(
+                N.ALLOCATED, "", word
+            )  # what it left can be had until KubeRay deletes the cluster
+        return Observation(N.STOPPING if job else N.FAILED, reason, word)
+    # ended by itself, as it was meant to: that is its last word
+    words = {"state": "GONE" if job in ENDED else "FAILED", "reason": reason or "its job has ended"}
+    return Observation(N.GONE, reason, word, {**words, "launch": launch, "exit_code": ENDED.get(job)})
 
 
 def name_pods(

@@ -226,6 +226,10 @@ class Platform(Backend, Protocol):
         """What the node's logs have beyond the bytes that are known of each, by file name. told: of `tell`."""
         ...
 
+    def limited_command(self, handle: Handle, argv: Sequence[str], host: Transport) -> Sequence[str]:
+        """The command of a `run`, so that it ends at the cluster's time limit; as it is where the platform sees to that."""
+        ...
+
     def started_job(self, handle: Handle, job: str, host: Transport) -> None:
         """The command of a `run` was handed to Ray under this id: a platform that can, ends the cluster after it."""
         ...

@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -18,7 +18,7 @@ from heliostat.backends import _kube_api as kube
 from heliostat.backends._kube_logs import pod_logs, run_in_pod
 from heliostat.backends._kube_options import Options
 from heliostat.backends._kube_watch import Cluster
-from heliostat.backends._kube_words import PLAIN, absent, name_pods, tell_pod
+from heliostat.backends._kube_words import PLAIN, absent, judge_object, name_pods, tell_pod
 from heliostat.backends.base import (
     Check,
     File,
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 N = NodeState
 END_S = 180.0  # a pod has 30 s to end, and a busy operator is slow
+GRACE_S = 10.0  # from SIGTERM to SIGKILL at the time limit of a `run`
 OPERATOR_S = 20.0  # an operator that has not looked by then may not be there
 TABLE_S = 5.0  # between two looks at Ray's node table when nothing is expected to change
 DASHBOARD = 8265
@@ -116,7 +117,11 @@ class Kubernetes:
                     because=error.because,
                     hint="choose another with --name, or another namespace",
                 ) from None
-        yield _handle(api, namespace, made, plan.steps[0].nodes)
+        handle = _handle(api, namespace, made, plan.steps[0].nodes)
+        if kind == "RayJob" and order.spec.time:  # by our own clock: the server's may differ
+            limit = {"limit": order.spec.time, "until": time.time() + order.spec.time}
+            handle = replace(handle, detail={**handle.detail, **limit})
+        yield handle
 
     def strays(self, mark: str | None, spec: ClusterSpec, host: Transport) -> list[Handle]:
         from heliostat.spec import members
@@ -147,20 +152,7 @@ class Kubernetes:
             return Observation(N.UNKNOWN, str(error))
         if made is None:
             return Observation(N.GONE, "somebody has deleted it")
-        status = made.get("status") or {}
-        word = str(status.get("jobDeploymentStatus") or status.get("state") or "")
-        said = " ".join(str(status.get("message") or status.get("reason") or "").split())[:300]
-        if "deletionTimestamp" in made["metadata"]:
-            return Observation(N.STOPPING, "somebody has deleted it", word)
-        if word == "ValidationFailed":
-            return Observation(N.FAILED, said or "KubeRay refused it", word)
-        if made["kind"] == "RayJob" and word in ("Complete", "Failed") and not cluster.exists():
-            # ended by itself, as it was meant to: that is its last word
-            state = "GONE" if status.get("jobStatus") in ("SUCCEEDED", "FAILED", "STOPPED") else "FAILED"
-            code = {"SUCCEEDED": 0, "FAILED": 1}.get(str(status.get("jobStatus")))
-            words = {"state": state, "reason": said or "its job has ended", "launch": handle.detail["launch"]}
-            return Observation(N.GONE, said, word, {**words, "exit_code": code})
-        return Observation(N.ALLOCATED, "", word)
+        return judge_object(made, cluster.exists, int(handle.detail["launch"]))
 
     def cancel(self, handles: Sequence[Handle], host: Transport, *, now: bool = False) -> None:
         for handle in handles:
@@ -359,6 +351,16 @@ class Kubernetes:
         if handle.detail["object"] == "RayJob":
             patch = [{"op": "add", "path": "/spec/jobId", "value": job}]
             self._patch(handle, patch)
+
+    def limited_command(self, handle: Handle, argv: Sequence[str], host: Transport) -> Sequence[str]:
+        """At the deadline KubeRay only calls the RayJob Failed and deletes the cluster a while later; so the command ends
+        itself. It is told a little before, and is over at the limit."""
+        if "until" not in handle.detail:
+            return argv
+        grace = max(1.0, min(GRACE_S, handle.detail["limit"] / 4))
+        left = max(1.0, handle.detail["until"] - time.time() - grace)
+        command = ["sh", "-c", argv[0]] if len(argv) == 1 else argv  # one word is a shell line
+        return ["timeout", "-k", f"{grace:.0f}", f"{left:.0f}", *command]
 
     # -- the way in
 
