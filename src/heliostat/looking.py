@@ -405,7 +405,7 @@ class Looking:
             own = [*folder.logs.glob(f"*-{node.handle}.out"), *(folder.logs / log for log in named if log)]
             logs = (folder.logs / node.name / "agent.log", *own)
             reason = next(filter(None, map(self._last_line, logs)), reason)
-        if state is N.ALLOCATED and node.state not in (N.REQUESTED, N.QUEUED, N.UNKNOWN):
+        if state is N.ALLOCATED and not believed and node.state not in (N.REQUESTED, N.QUEUED, N.UNKNOWN):
             return None  # it runs, and nobody can tell more at this moment
         if node.state is N.STOPPING and state not in TERMINAL and state is not N.UNKNOWN:
             again = record.target == "up" and (state is N.QUEUED or since > node.since)

@@ -9,6 +9,8 @@ import pytest
 from contract.kube import CORE
 from contract.kube_life import kube, life, pod_of, server, spec, states
 from contract.worlds import until
+from heliostat.backends import _kube_words
+from heliostat.errors import HeliostatError
 from heliostat.states import ClusterState
 from standins.kube import Kube
 
@@ -34,3 +36,45 @@ def test_a_cluster_whose_pod_is_replaced_is_not_stopping(kube: Kube, home: Path,
         return found.state is ClusterState.READY and pod_of(found, node) != old
 
     until(back, "another pod has taken its place")
+
+
+# -- images
+
+
+DNS = (
+    'failed to do request: Head "https://registry.example.org/v2/ray/manifests/2.60.0": dial tcp: '
+    "lookup registry.example.org on 10.0.0.2:53: no such host"
+)
+
+
+def test_a_node_whose_dns_fails_for_a_while(kube: Kube, home: Path) -> None:
+    """The words of a resolver are not those of a registry: the kubelet goes on trying, and so do we."""
+    kube.set(pull_failure=DNS, backoff=0.2)
+    life(home).up(spec(nodes=2), wait=False)
+    seen = set()
+
+    def both() -> bool:
+        view = life(home).find("lab")
+        seen.add(states(view)["head"])
+        reason = view.record.nodes["head"].reason
+        seen.update(word for word in ("ErrImagePull", "ImagePullBackOff") if reason.startswith(word))
+        return {"ErrImagePull", "ImagePullBackOff"} <= seen
+
+    until(both, "both of the kubelet's reasons were seen")
+    assert "FAILED" not in seen
+    kube.set(pull_failure="")
+    assert life(home).up(spec(nodes=2)).state is ClusterState.READY
+
+
+def test_an_image_that_does_not_come(kube: Kube, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_kube_words, "PULL_S", 1.0)
+    with pytest.raises(HeliostatError, match="did not start") as caught:
+        life(home).up(spec(kubernetes={"image": "rayproject/missing:1"}))
+    assert "ImagePull" in caught.value.because and "not found" in caught.value.because
+    assert kube.names("rayclusters") == []
+
+
+def test_a_name_that_is_no_images(kube: Kube, home: Path) -> None:
+    with pytest.raises(HeliostatError, match="did not start") as caught:
+        life(home).up(spec(kubernetes={"image": "Ray Project:1"}))
+    assert "InvalidImageName" in caught.value.because and kube.names("rayclusters") == []

@@ -248,15 +248,21 @@ SAID: list[tuple[str, Pod, str, str]] = [
         "ErrImagePull: dial tcp 10.0.0.9:443: i/o timeout",
     ),
     (
-        "an image that is not there",
+        "an image that is not there, or not yet",
         pod("a", phase="Pending", **waiting("ErrImagePull", "x/y:1: not found")),
-        "FAILED",
+        "ALLOCATED",
         "ErrImagePull: x/y:1: not found",
+    ),
+    (
+        "a resolver that fails",
+        pod("a", phase="Pending", **waiting("ErrImagePull", "dial tcp: lookup x on 10.0.0.2:53: no such host")),
+        "ALLOCATED",
+        "ErrImagePull: dial tcp: lookup x on 10.0.0.2:53: no such host",
     ),
     (
         "a registry that says no",
         pod("a", phase="Pending", **waiting("ImagePullBackOff", "pull access denied, 401 Unauthorized")),
-        "FAILED",
+        "ALLOCATED",
         "ImagePullBackOff: pull access denied, 401 Unauthorized",
     ),
     (
@@ -270,6 +276,12 @@ SAID: list[tuple[str, Pod, str, str]] = [
         pod("a", phase="Pending", **waiting("InvalidImageName", "couldn't parse")),
         "FAILED",
         "InvalidImageName: couldn't parse",
+    ),
+    (
+        "an image that nobody may pull",
+        pod("a", phase="Pending", **waiting("ErrImageNeverPull", "not present with pull policy of Never")),
+        "FAILED",
+        "ErrImageNeverPull: not present with pull policy of Never",
     ),
     (
         "a Secret that is not there",
@@ -397,6 +409,22 @@ def test_no_table_makes_a_pod_ready_that_does_not_run() -> None:
 def test_the_rest_of_what_is_told() -> None:
     told = tell_pod(pod("a", "gpu"), None, {})
     assert (told["role"], told["group"], told["ip"], told["host"]) == ("worker", "gpu", "10.0.0.1", "node-1")
+
+
+def test_an_image_that_does_not_come_fails_by_time() -> None:
+    """Whatever the words; the time goes on through the kubelet's pauses and begins anew with another pod."""
+    fails = {
+        reason: pod("a", phase="Pending", **waiting(reason, "x/y:1: not found"))
+        for reason in ("ErrImagePull", "ImagePullBackOff")
+    }
+    making = pod("a", phase="Pending", ip=None, **waiting("ContainerCreating"))
+    told = tell_pod(fails["ErrImagePull"], None, {}, now=1000.0)
+    for later, one in ((30.0, fails["ImagePullBackOff"]), (60.0, making), (119.0, fails["ErrImagePull"])):
+        told = tell_pod(one, None, told, now=1000.0 + later)
+        assert told["state"] == "ALLOCATED" and told["pull_since"] == 1000.0
+    assert tell_pod(fails["ImagePullBackOff"], None, told, now=1121.0)["state"] == "FAILED"
+    assert tell_pod(fails["ImagePullBackOff"], None, {**told, "id": "b"}, now=1121.0)["state"] == "ALLOCATED"
+    assert "pull_since" not in tell_pod(pod("a"), None, told, now=1121.0), "it has come"
 
 
 def test_long_words_are_cut() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -14,24 +13,21 @@ N = NodeState
 
 PLAIN = "workers"  # the group of workers that have none
 
-# the kubelet goes on trying, but these do not get better by it
-HOPELESS = re.compile(
-    r"not found|no such|manifest unknown|access denied|unauthorized|authentication required|"
-    r"does not exist|couldn't parse image|invalid reference|name unknown",
-    re.IGNORECASE,
+# the kubelet's reasons for a container without its image. It goes on trying; what went wrong it has as free text only, in
+# which a resolver's `no such host` and a registry's `not found` look alike: so time decides
+PULLING = (
+    *("ErrImagePull", "ImagePullBackOff", "ImageInspectError"),
+    *("RegistryUnavailable", "SignatureValidationFailed"),
 )
-PULLING = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ImageInspectError", "ErrImageNeverPull")
+UNUSABLE = ("InvalidImageName", "ErrImageNeverPull")  # no attempt can make these better
+PULL_S = 120.0  # four attempts of the kubelet, whose pauses grow from 10 s on
 BROKEN = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError")
 CRASHES = 2  # so often a container may end before it is called a failure
 
+# how a job ended, as its RayJob says, and the exit code that this tells of
+ENDED = {"SUCCEEDED": 0, "FAILED": 1, "STOPPED": None}
+
 Pod = Mapping[str, Any]
-
-
-ENDED = {
-    "SUCCEEDED": 0,
-    "FAILED": 1,
-    "STOPPED": None,
-}  # a job's last words in a RayJob, and the exit code they tell of
 
 
 def judge_object(made: Mapping[str, Any], exists: Callable[[], bool], launch: int) -> Observation:
@@ -51,9 +47,8 @@ def judge_object(made: Mapping[str, Any], exists: Callable[[], bool], launch: in
         reason = f"{'its time limit has passed' if late else 'KubeRay has given it up'}: {reason}"
     if exists():
         if word == "Complete" or job in ENDED:
-            return Observation(
-                N.ALLOCATED, "", word
-            )  # what it left can be had until KubeRay deletes the cluster
+            # what it left can be had until KubeRay deletes the cluster
+            return Observation(N.ALLOCATED, "", word)
         return Observation(N.STOPPING if job else N.FAILED, reason, word)
     # ended by itself, as it was meant to: that is its last word
     words = {"state": "GONE" if job in ENDED else "FAILED", "reason": reason or "its job has ended"}
@@ -108,14 +103,21 @@ def kind_of(pod: Pod) -> tuple[str, str | None]:
 
 
 def tell_pod(
-    pod: Pod, alive: Collection[str] | None, before: Mapping[str, Any], *, replaced: bool = False
+    pod: Pod,
+    alive: Collection[str] | None,
+    before: Mapping[str, Any],
+    *,
+    replaced: bool = False,
+    now: float = 0.0,
 ) -> dict[str, Any]:
-    """How the node of this pod is. alive: the addresses in Ray's node table; None: Ray did not answer. replaced: KubeRay puts
-    another pod in the place of one that ends, because the cluster goes on and wants the node."""
+    """How the node of this pod is. alive: the addresses in Ray's node table; None: Ray did not answer. before: what was told
+    of the node last. replaced: KubeRay puts another pod in the place of one that ends, because the cluster goes on and wants
+    the node."""
     status = pod.get("status") or {}
-    state, reason = _judge(pod, status)
     ip = status.get("podIP")
     same = before.get("id") == pod["metadata"]["name"]
+    pull_since = _pull_since(status, before if same else {}, now)
+    state, reason = _judge(pod, status, now - pull_since if pull_since else 0.0)
     if _ends(pod) and replaced:
         state, reason = "STARTING", "its pod ends, and another takes its place"
     elif state == "STARTING" and alive is None and same and before.get("state") in ("READY", "LOST"):
@@ -133,10 +135,22 @@ def tell_pod(
         "ip": ip,
         "host": (pod.get("spec") or {}).get("nodeName"),
         "id": pod["metadata"]["name"],
+        **({"pull_since": pull_since} if pull_since else {}),
     }
 
 
-def _judge(pod: Pod, status: Mapping[str, Any]) -> tuple[str, str]:
+def _pull_since(status: Mapping[str, Any], before: Mapping[str, Any], now: float) -> float | None:
+    """When its image was first seen not to come; None: it has come, or nobody has failed to get it."""
+    rows = (*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ()))
+    fails = any(((row.get("state") or {}).get("waiting") or {}).get("reason") in PULLING for row in rows)
+    if not fails and status.get("phase") != "Pending":
+        return None
+    known = before.get("pull_since")
+    return float(known) if known else (now if fails else None)
+
+
+def _judge(pod: Pod, status: Mapping[str, Any], pull_s: float) -> tuple[str, str]:
+    """pull_s: how long its image has failed to come."""
     phase = status.get("phase") or "Pending"
     conditions = {c["type"]: c for c in status.get("conditions") or ()}
     if _ends(pod):
@@ -149,7 +163,7 @@ def _judge(pod: Pod, status: Mapping[str, Any]) -> tuple[str, str]:
         return "QUEUED", f"{scheduled.get('reason', 'Unschedulable')}: {words}"[:300]
     containers = status.get("containerStatuses") or ()
     for container in (*(status.get("initContainerStatuses") or ()), *containers):
-        found = _container(container)
+        found = _container(container, pull_s)
         if found:
             return found
     if phase == "Running":
@@ -161,13 +175,13 @@ def _judge(pod: Pod, status: Mapping[str, Any]) -> tuple[str, str]:
     return "QUEUED", "waits for a machine"
 
 
-def _container(status: Mapping[str, Any]) -> tuple[str, str] | None:
+def _container(status: Mapping[str, Any], pull_s: float) -> tuple[str, str] | None:
     """A container that keeps the pod from running."""
     waiting = (status.get("state") or {}).get("waiting") or {}
     reason, words = str(waiting.get("reason") or ""), str(waiting.get("message") or "")
     last = ((status.get("lastState") or {}).get("terminated")) or {}
-    if reason in PULLING:
-        hopeless = reason == "InvalidImageName" or HOPELESS.search(words)
+    if reason in PULLING or reason in UNUSABLE:
+        hopeless = reason in UNUSABLE or pull_s > PULL_S
         told = f"{reason}: {words or status.get('image', '')}"[:300]
         return ("FAILED" if hopeless else "ALLOCATED"), told
     if reason in BROKEN:

@@ -218,7 +218,9 @@ class Kubernetes:
                 node = next(node for node in nodes if node.name == name)
                 told[name] = {**self._absent(made, events), "role": node.role, "group": node.group}
             else:
-                told[name] = tell_pod(pod, alive, before.get(name) or {}, replaced=name in own)
+                told[name] = tell_pod(
+                    pod, alive, before.get(name) or {}, replaced=name in own, now=time.time()
+                )
         return Told(told, self._connection(cluster, made, told, alive), token)
 
     def _absent(self, made: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> dict[str, str]:

@@ -24,6 +24,7 @@ from .world import World
 NODE = "node-1"
 MARK = "KUBE_STANDIN_POD"
 OBJECT_STORE = 80_000_000
+IMAGE = re.compile(r"[a-z0-9][-a-z0-9._/:]*(@sha256:[0-9a-f]{64})?|[\w.-]+(:\d+)?/[-a-z0-9._/:]+")
 
 
 class Waiting(Exception):
@@ -173,6 +174,12 @@ class Kubelet:
             raise asyncio.CancelledError
         for container in pod["spec"]["containers"]:
             image = container.get("image", "")
+            if not IMAGE.fullmatch(image):
+                words = f'Failed to apply default image tag "{image}": couldn\'t parse image name "{image}": invalid reference format'
+                raise Waiting("InvalidImageName", words)
+            if self.world.settings.pull_failure:
+                before = f'failed to pull and unpack image "{image}": failed to resolve reference "{image}": '
+                raise Waiting("ErrImagePull", before + self.world.settings.pull_failure)
             if self.world.settings.missing and self.world.settings.missing in image:
                 raise Waiting(
                     "ErrImagePull",
