@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from contract.kube import CORE
-from contract.kube_life import kube, life, pod_of, server, spec, states
+from contract.kube_life import kube, life, pod_of, server, spec, states, typed
 from contract.worlds import until
+from heliostat import nodes
 from heliostat.backends import _kube_words
+from heliostat.backends import kubernetes as site
 from heliostat.errors import HeliostatError
 from heliostat.states import ClusterState
 from standins.kube import Kube
@@ -78,3 +81,37 @@ def test_a_name_that_is_no_images(kube: Kube, home: Path) -> None:
     with pytest.raises(HeliostatError, match="did not start") as caught:
         life(home).up(spec(kubernetes={"image": "Ray Project:1"}))
     assert "InvalidImageName" in caught.value.because and kube.names("rayclusters") == []
+
+
+# -- a command in the pods
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "words"),
+    [
+        (["nosuchprogram", "-x"], 127, "nosuchprogram: not found"),
+        (["/etc/passwd"], 126, "cannot execute: Permission denied"),
+        (["sh", "-c", "exit 5"], 5, ""),
+        (["printf", "%s|", "a b", "$HOME", "'"], 0, ""),
+    ],
+    ids=["no such program", "not a program", "its own code", "words as they are"],
+)
+def test_a_command_in_the_pods(
+    kube: Kube, home: Path, capfd: pytest.CaptureFixture[str], argv: list[str], code: int, words: str
+) -> None:
+    """Where the runtime cannot start a program the kubelet answers without an exit code."""
+    life(home).up(spec(nodes=2))
+    capfd.readouterr()
+    assert typed(["exec", "lab", "--", *argv]) == code
+    said = capfd.readouterr()
+    assert said.err.count(words) == (2 if words else said.err.count(words)), said.err
+    assert code or said.out == "".join(f"{node} | a b|$HOME|'|\n" for node in ("head", "w1  "))
+
+
+def test_a_container_that_cannot_run_anything_says_so(kube: Kube, home: Path, monkeypatch: Any) -> None:
+    """An answer without an exit code has its sentence printed."""
+    view = life(home).up(spec())
+    monkeypatch.setattr(site, "SHELL", ("nosuchshell",))
+    done = nodes.run(life(home), "lab", ["true"])["head"]
+    assert done.code == 255 and 'exec: "nosuchshell": executable file not found' in done.err
+    assert view.state is ClusterState.READY

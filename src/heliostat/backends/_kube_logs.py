@@ -102,16 +102,18 @@ def run_in_pod(
     finally:
         socket.close()
     out, err = (said[channel].decode("utf-8", "replace") for channel in (OUT, ERR))
-    return Completed(tuple(argv), _code(said[END]), out, err)
+    code, words = _outcome(said[END])
+    return Completed(tuple(argv), code, out, f"{err}{words}\n" if words else err)
 
 
-def _code(status: bytes) -> int:
+def _outcome(status: bytes) -> tuple[int, str]:
+    """(exit code, the kubelet's sentence where it has none: the command did not run)."""
     try:
         document = json.loads(status)
     except ValueError:
-        return 255
+        return 255, "the connection ended before the command did"
     if document.get("status") == "Success":
-        return 0
+        return 0, ""
     causes = (document.get("details") or {}).get("causes") or ()
     codes = [cause["message"] for cause in causes if cause.get("reason") == "ExitCode"]
-    return int(codes[0]) if codes else 255
+    return (int(codes[0]), "") if codes else (255, str(document.get("message") or "it did not run"))

@@ -47,6 +47,8 @@ GRACE_S = 10.0  # from SIGTERM to SIGKILL at the time limit of a `run`
 OPERATOR_S = 20.0  # an operator that has not looked by then may not be there
 TABLE_S = 5.0  # between two looks at Ray's node table when nothing is expected to change
 DASHBOARD = 8265
+# a program that is not there has no exit code for the kubelet, but one for a shell; KubeRay starts Ray by this one
+SHELL = ("/bin/bash", "-c", 'exec "$@"', "bash")
 PLURALS = {"RayCluster": "rayclusters", "RayJob": "rayjobs"}
 
 
@@ -372,7 +374,8 @@ class Kubernetes:
     def execute(self, node: str, handle: Handle, argv: Sequence[str], host: Transport) -> Completed:
         told = handle.detail["told"]
         place = self._cluster(handle).namespace
-        return run_in_pod(_api(handle), place, str(told["id"]), argv, f"ray-{told['role']}")
+        done = run_in_pod(_api(handle), place, str(told["id"]), [*SHELL, *argv], f"ray-{told['role']}")
+        return replace(done, argv=tuple(argv))
 
     def logs(
         self, handle: Handle, node: str, told: Mapping[str, Any], known: Mapping[str, int], host: Transport
