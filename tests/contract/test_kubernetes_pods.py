@@ -10,10 +10,11 @@ import pytest
 from contract.kube import CORE
 from contract.kube_life import kube, life, pod_of, server, spec, states, typed
 from contract.worlds import until
-from heliostat import nodes
+from heliostat import collect, nodes
 from heliostat.backends import _kube_words
 from heliostat.backends import kubernetes as site
-from heliostat.errors import HeliostatError
+from heliostat.errors import DeadlineError, HeliostatError
+from heliostat.jobs import Jobs
 from heliostat.states import ClusterState
 from standins.kube import Kube
 
@@ -115,3 +116,42 @@ def test_a_container_that_cannot_run_anything_says_so(kube: Kube, home: Path, mo
     done = nodes.run(life(home), "lab", ["true"])["head"]
     assert done.code == 255 and 'exec: "nosuchshell": executable file not found' in done.err
     assert view.state is ClusterState.READY
+
+
+# -- a machine whose kubelet does not answer
+
+
+@pytest.mark.parametrize("kind", ["up", "run"])
+def test_a_kubelet_that_hangs_does_not_keep_the_rest(
+    kube: Kube, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Logs are asked for, for a short time; then all is deleted, and what hangs is named with the way to end it."""
+    told: list[str] = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(collect, "COLLECT_S", 1.0)
+    if kind == "up":
+        life(home).up(spec(nodes=2))
+    else:
+        command = {"argv": ["sleep", "600"], "cwd": str(tmp_path), "text": "sleep 600"}
+        Jobs(life(home)).run(spec(nodes=2), command, lambda *_: None, detach=True)
+    pods = kube.names("pods")
+    kube.set(frozen=True)
+    with monkeypatch.context() as patient:
+        patient.setattr(site, "END_S", 2.0)
+        with pytest.raises(DeadlineError, match="`ml/lab` could not be deleted whole") as caught:
+            life(home, told).down("lab")
+    assert kube.names("rayclusters") == kube.names("rayjobs") == []
+    assert caught.value.hint == "heliostat down lab --now"
+    assert all(pod in caught.value.because for pod in pods) and "node-1" in caught.value.because
+    late = next(line for line in told if line.startswith("not copied within 1 s"))
+    assert "the logs of head" in late and "the logs of w1" in late
+    assert life(home).down("lab", now=True).state is ClusterState.ENDED  # a command of its own
+    assert kube.names("pods") == []
+
+
+def test_a_kubelet_that_hangs_and_down_now(kube: Kube, home: Path) -> None:
+    """No log is asked for then."""
+    life(home).up(spec(nodes=2))
+    kube.set(frozen=True)
+    assert life(home).down("lab", now=True).state is ClusterState.ENDED
+    assert kube.names("pods") == []

@@ -48,6 +48,10 @@ def manifest(
     if options.annotations:
         metadata["annotations"] = dict(options.annotations)
     kind, cluster = "RayCluster", _cluster(spec, options, groups)
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        if ours and "template" in group:  # so that pods can be found whose cluster is gone
+            about = group["template"].setdefault("metadata", {})
+            about["labels"] = {**(about.get("labels") or {}), **ours}
     if run:
         deadline = {"activeDeadlineSeconds": spec.time} if spec.time else {}
         kind, cluster = "RayJob", {

@@ -16,7 +16,10 @@ Object = Mapping[str, Any]
 
 
 class Cluster:
-    def __init__(self, api: kube.Api, namespace: str, plural: str, name: str, uid: str) -> None:
+    def __init__(
+        self, api: kube.Api, namespace: str, plural: str, name: str, uid: str, mark: str | None = None
+    ) -> None:
+        self.mark = mark  # the id in the label of all that is made for it
         self.api, self.namespace, self.plural, self.name, self.uid = api, namespace, plural, name, uid
         self.place = f"{kube.RAY}/namespaces/{namespace}/{plural}"
         self.path = f"{self.place}/{name}"
@@ -109,6 +112,19 @@ class Cluster:
             return []
         path, query = self._pods
         return self._own(self.api.call("GET", path, query=query)["items"])
+
+    def remaining_pods(self) -> list[Object]:
+        """Its pods, also where the object itself is gone: a machine that does not answer keeps them.
+
+        Of a RayJob that is gone nobody can ask which RayCluster it had. Its pods have our label; those of a copy that somebody
+        made of it have that too, but a RayCluster that lives and is not ours."""
+        if self._ray or not self.mark:
+            return self.list_pods()
+        query = {"labelSelector": f"{kube.LABEL}={self.mark}"}
+        clusters = self.api.call("GET", f"{kube.RAY}/namespaces/{self.namespace}/rayclusters", query=query)
+        others = {one["metadata"]["uid"] for one in clusters["items"] if self.uid not in owners(one)}
+        pods = self.api.call("GET", f"/api/v1/namespaces/{self.namespace}/pods", query=query)["items"]
+        return [pod for pod in pods if not others.intersection(owners(pod))]
 
     def look(self) -> tuple[Object | None, list[Object]]:
         """(the object, its pods)."""

@@ -31,7 +31,7 @@ from heliostat.backends.base import (
     Told,
     by_name,
 )
-from heliostat.errors import HeliostatError, NotFoundError, Refused, UsageError
+from heliostat.errors import DeadlineError, HeliostatError, NotFoundError, Refused, UsageError
 from heliostat.states import NodeState
 from heliostat.transport import Completed
 
@@ -161,32 +161,25 @@ class Kubernetes:
             self._cluster(handle).close()
             self._delete(handle, now)
         for handle in handles:
-            self._wait_gone(handle)
+            self._wait_gone(handle, now)
 
     def _delete(self, handle: Handle, now: bool) -> None:
         """By uid: somebody may have deleted ours and made another object of that name."""
         api, cluster = _api(handle), self._cluster(handle)
-        pods = cluster.list_pods() if now else []
+        pods = cluster.remaining_pods() if now else []
         api.delete(cluster.path, cluster.uid, propagationPolicy="Background")
         for pod in pods:
             place = f"/api/v1/namespaces/{cluster.namespace}/pods/{pod['metadata']['name']}"
             api.delete(place, str(pod["metadata"]["uid"]), gracePeriodSeconds=0)
 
-    def _wait_gone(self, handle: Handle) -> None:
+    def _wait_gone(self, handle: Handle, now: bool) -> None:
         cluster, deadline, pause = self._cluster(handle), time.monotonic() + END_S, 0.1
         while True:
-            made, pods = cluster.fetch(), cluster.list_pods()
+            made, pods = cluster.fetch(), cluster.remaining_pods()
             if made is None and not pods:
                 return
             if time.monotonic() > deadline:
-                left = [pod["metadata"]["name"] for pod in pods] + ([handle.native_id] if made else [])
-                held = (made or {}).get("metadata", {}).get("finalizers")
-                raise HeliostatError(
-                    f"`{handle.native_id}` could not be deleted whole",
-                    because=f"still there after {END_S:.0f} s: {', '.join(left)}"
-                    + (f"; finalizers: {', '.join(held)}" if held else ""),
-                    hint=f"kubectl -n {cluster.namespace} describe {handle.detail['object'].lower()} {cluster.name}",
-                )
+                raise _still_there(handle, made, pods, now)
             time.sleep(pause)
             pause = min(1.0, pause * 1.5)
 
@@ -394,7 +387,8 @@ class Kubernetes:
         if key not in self._clusters:
             detail = handle.detail
             plural = PLURALS[detail["object"]]
-            self._clusters[key] = Cluster(_api(handle), detail["namespace"], plural, detail["name"], key)
+            about = (detail["namespace"], plural, detail["name"], key, detail.get("id"))
+            self._clusters[key] = Cluster(_api(handle), *about)
         return self._clusters[key]
 
     # -- for `doctor`
@@ -488,6 +482,30 @@ class _Way:
 
 def _api(handle: Handle) -> kube.Api:
     return kube.connect(handle.detail["kubeconfig"], handle.detail["context"])
+
+
+def _still_there(
+    handle: Handle, made: Mapping[str, Any] | None, pods: Sequence[Mapping[str, Any]], now: bool
+) -> DeadlineError:
+    """What is left of it, and the one thing that may help: the object may be gone while a machine keeps its pods."""
+    kind, name, space = str(handle.detail["object"]), handle.detail["name"], handle.detail["namespace"]
+    left = [f"{kind} {name}"] if made else []
+    for pod in pods:
+        where = (pod.get("spec") or {}).get("nodeName")
+        left.append(f"pod {pod['metadata']['name']}" + (f" on {where}" if where else ""))
+    held = ((made or {}).get("metadata") or {}).get("finalizers")
+    if made:
+        hint = f"kubectl -n {space} describe {kind.lower()} {name}"
+    elif now:
+        hint = f"kubectl -n {space} describe pod {pods[0]['metadata']['name']}"
+    else:  # a kubelet that does not answer ends no pod; by force they go without it
+        hint = f"heliostat down {name} --now"
+    return DeadlineError(
+        f"`{handle.native_id}` could not be deleted whole",
+        because=f"still there after {END_S:.0f} s: {', '.join(left)}"
+        + (f"; finalizers: {', '.join(held)}" if held else ""),
+        hint=hint,
+    )
 
 
 def _place(namespace: str, kind: str) -> str:

@@ -80,6 +80,8 @@ class Kubelet:
 
     def sync(self) -> None:
         """Begins what is new; ends what is to go."""
+        if self.world.settings.frozen:
+            return
         pods = {pod["metadata"]["uid"]: pod for pod in self.store.list("pods")}
         for uid, pod in pods.items():
             if uid not in self.runs and "deletionTimestamp" not in pod["metadata"]:

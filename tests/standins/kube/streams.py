@@ -156,8 +156,15 @@ def _container(pod: Object, name: str) -> str:
     return name or names[0]
 
 
+async def _kubelet_answers(world: World) -> None:
+    """The API server connects to a kubelet that is stopped, and waits."""
+    while world.settings.frozen:
+        await asyncio.sleep(0.1)
+
+
 async def log(world: World, request: web.Request, target: Target) -> web.StreamResponse:
     query = request.query
+    await _kubelet_answers(world)
     pod = world.store.get(RESOURCES["pods"], target.namespace, target.name)
     name = _container(pod, query.get("container", ""))
     run = world.kubelet.runs.get(pod["metadata"]["uid"])
@@ -230,6 +237,7 @@ STDIN, STDOUT, STDERR, ERROR, CLOSE = 0, 1, 2, 3, 255
 
 async def execute(world: World, request: web.Request, target: Target) -> web.StreamResponse:
     query = request.query
+    await _kubelet_answers(world)
     pod = world.store.get(RESOURCES["pods"], target.namespace, target.name)
     name = _container(pod, query.get("container", "") or pod["spec"]["containers"][0]["name"])
     run = world.kubelet.runs.get(pod["metadata"]["uid"])
