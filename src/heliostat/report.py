@@ -72,4 +72,5 @@ def _node(node: NodeRecord, told: dict[str, Any], ray: dict[str, Any]) -> dict[s
         "ports": told.get("ports"),
         "resources": ray.get("resources", {}),
         "gpus": ray.get("gpus", []),
+        **({"restarts": told["restarts"]} if told.get("restarts") else {}),
     }

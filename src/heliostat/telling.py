@@ -69,8 +69,10 @@ class Telling:
         nodes = {name: _since(words, before.get(name)) for name, words in told.nodes.items()}
         for name in record.nodes.keys() - nodes.keys():  # came with demand, and left with it
             nodes[name] = _since({"state": "GONE", "role": "worker"}, before.get(name))
-        if nodes != before:
-            self._write("state.json", {**state, "schema": 1, "nodes": nodes})
+        warned = _warning(record, nodes) or state.get("warned")
+        if nodes != before or warned != state.get("warned"):
+            more = {"warned": warned} if warned else {}
+            self._write("state.json", {**state, **more, "schema": 1, "nodes": nodes})
         if told.token and told.token != self.folder.read_token():
             write_atomic(self.folder.token, told.token)
         if told.connection is None:
@@ -123,6 +125,17 @@ def newcomers(record: Record, told: Mapping[str, Mapping[str, Any]]) -> list[Nod
         for name, words in told.items()
         if name not in record.nodes and words["state"] != "GONE"
     ]  # fmt: skip
+
+
+def _warning(record: Record, nodes: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Nodes of which something was restarted since the last that is on record: whoever looks makes an event of it, once."""
+    fresh = {
+        name: words for name, words in nodes.items() if float(words.get("restarted") or 0) > record.warned
+    }
+    if not fresh:
+        return None
+    at = max(float(words["restarted"]) for words in fresh.values())
+    return {"at": at, "text": "; ".join(f"{name}: {words['restart']}" for name, words in fresh.items())}
 
 
 def _since(words: Mapping[str, Any], before: Mapping[str, Any] | None) -> dict[str, Any]:

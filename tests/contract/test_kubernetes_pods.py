@@ -10,12 +10,13 @@ import pytest
 from contract.kube import CORE
 from contract.kube_life import kube, life, pod_of, server, spec, states, typed
 from contract.worlds import until
-from heliostat import collect, nodes
+from heliostat import collect, nodes, report
 from heliostat.backends import _kube_words
 from heliostat.backends import kubernetes as site
 from heliostat.errors import DeadlineError, HeliostatError
 from heliostat.jobs import Jobs
 from heliostat.states import ClusterState
+from heliostat.store import Store
 from standins.kube import Kube
 
 pytestmark = pytest.mark.needs_linux
@@ -155,3 +156,79 @@ def test_a_kubelet_that_hangs_and_down_now(kube: Kube, home: Path) -> None:
     kube.set(frozen=True)
     assert life(home).down("lab", now=True).state is ClusterState.ENDED
     assert kube.names("pods") == []
+
+
+# -- a container that is restarted in place
+
+
+def restarted(kube: Kube, home: Path, times: int, reason: str = "OOMKilled", code: int = 137) -> str:
+    """The container of w1 ends and the kubelet starts it again in its pod, so often; the pod's name."""
+    pod = pod_of(life(home).find("lab"), "w1")
+    kube.set(backoff=0.1)
+    for count in range(1, times + 1):
+        kube.control("kill", pod=pod, reason=reason, code=code)
+
+        def again(count: int = count) -> bool:
+            status = next(p for p in kube.objects("pods") if p["metadata"]["name"] == pod)["status"]
+            row = status["containerStatuses"][0]
+            return row["restartCount"] == count and row["ready"]
+
+        until(again, f"restart {count}")
+        until(lambda: states(life(home).find("lab"))["w1"] == "READY", "w1 is ready again")
+    return pod
+
+
+def test_a_restart_in_place_is_shown(kube: Kube, home: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    life(home).up(spec(nodes=2))
+    pod = restarted(kube, home, 2)
+    words = "its container was restarted 2 times: it ended with code 137, OOMKilled"
+    assert life(home).find("lab").record.nodes["w1"].reason == words
+    assert pod_of(life(home).find("lab"), "w1") == pod
+    capfd.readouterr()
+    assert typed(["status", "lab"]) == 0
+    line = next(line for line in capfd.readouterr().out.splitlines() if line.startswith("w1 "))
+    assert " ready " in line and words in line
+    rows = report.status(life(home), "lab")["nodes"]
+    assert [row.get("restarts") for row in rows] == [None, 2]
+
+
+def test_a_restart_that_nobody_saw_is_an_event_once(kube: Kube, home: Path) -> None:
+    """It may be over between two looks: then the node was READY before and after."""
+    life(home).up(spec(nodes=2))
+    pod = pod_of(life(home).find("lab"), "w1")
+    kube.set(backoff=0.05)
+    kube.control("kill", pod=pod, reason="OOMKilled", code=137)
+
+    def again() -> bool:
+        status = next(p for p in kube.objects("pods") if p["metadata"]["name"] == pod)["status"]
+        return status["containerStatuses"][0]["restartCount"] == 1 and status["containerStatuses"][0]["ready"]
+
+    until(again, "it runs again")
+    told: list[str] = []
+    for _ in range(3):
+        life(home, told).find("lab")
+    text = "w1: its container was restarted once: it ended with code 137, OOMKilled"
+    events = [event.get("text") for event in Store(home).open("lab").events()]
+    assert events.count(text) == 1 and sum(text in line for line in told) == 1, (events, told)
+
+
+def test_each_life_of_a_container_has_its_log(kube: Kube, home: Path) -> None:
+    view = life(home).up(spec(nodes=2))
+    life(home).refresh(view.folder, "w1")
+    restarted(kube, home, 2)
+    life(home).refresh(view.folder, "w1")
+    logs = {path.name: path.read_text() for path in (view.folder.logs / "w1").iterdir()}
+    assert set(logs) == {"ray-worker.log", "ray-worker.restart-1.log", "ray-worker.restart-2.log"}
+    assert set(logs.values()) == {"the stand-in: ray start, and nothing behind it\n"}, logs
+    life(home).refresh(view.folder, "w1")
+    assert logs == {path.name: path.read_text() for path in (view.folder.logs / "w1").iterdir()}, "once each"
+
+
+def test_the_kubelets_error_is_not_taken_for_a_log(kube: Kube, home: Path) -> None:
+    """With timestamps asked for, a line without one is not the container's."""
+    view = life(home).up(spec(nodes=2))
+    restarted(kube, home, 1)
+    kube.set(logs_lost=True)
+    life(home).refresh(view.folder, "w1")
+    texts = [path.read_text() for path in (view.folder.logs / "w1").iterdir()]
+    assert texts and not [text for text in texts if "unable to retrieve" in text]

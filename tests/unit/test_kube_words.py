@@ -322,7 +322,7 @@ SAID: list[tuple[str, Pod, str, str]] = [
             ],
         ),
         "STARTING",
-        "",
+        "its container was restarted 5 times: it ended with code 1",
     ),
     (
         "evicted",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from datetime import datetime
 from typing import Any
 
 from heliostat.backends.base import Observation
@@ -121,9 +122,9 @@ def tell_pod(
     if _ends(pod) and replaced:
         state, reason = "STARTING", "its pod ends, and another takes its place"
     elif state == "STARTING" and alive is None and same and before.get("state") in ("READY", "LOST"):
-        state, reason = str(before["state"]), str(before.get("reason") or "")
+        state, reason = str(before["state"]), reason or str(before.get("reason") or "")
     elif state == "STARTING" and alive and ip in alive:
-        state, reason = "READY", ""
+        state = "READY"
     elif state == "STARTING" and alive is not None and same and before.get("state") in ("READY", "LOST"):
         state, reason = "LOST", reason or "Ray does not hear it"
     role, group = kind_of(pod)
@@ -136,7 +137,27 @@ def tell_pod(
         "host": (pod.get("spec") or {}).get("nodeName"),
         "id": pod["metadata"]["name"],
         **({"pull_since": pull_since} if pull_since else {}),
+        **_restarts(status),
     }
+
+
+def _restarts(status: Mapping[str, Any]) -> dict[str, Any]:
+    """Of containers that the kubelet has started again in their pod: how often, when the last one ended, and a sentence."""
+    rows = [row for row in status.get("containerStatuses") or () if row.get("restartCount")]
+    if not rows:
+        return {}
+
+    def ended(row: Mapping[str, Any]) -> Mapping[str, Any]:
+        return (row.get("lastState") or {}).get("terminated") or {}
+
+    last = max(rows, key=lambda row: str(ended(row).get("finishedAt") or ""))
+    count = sum(int(row["restartCount"]) for row in rows)
+    name = "its container" if str(last["name"]).startswith("ray-") else f"its container `{last['name']}`"
+    often = "once" if count == 1 else f"{count} times"
+    why = f": it ended{_why(ended(last))}" if ended(last) else ""
+    at = ended(last).get("finishedAt")
+    since = datetime.fromisoformat(str(at).replace("Z", "+00:00")).timestamp() if at else 0.0
+    return {"restarts": count, "restarted": since, "restart": f"{name} was restarted {often}{why}"}
 
 
 def _pull_since(status: Mapping[str, Any], before: Mapping[str, Any], now: float) -> float | None:
@@ -167,7 +188,7 @@ def _judge(pod: Pod, status: Mapping[str, Any], pull_s: float) -> tuple[str, str
         if found:
             return found
     if phase == "Running":
-        return "STARTING", ""
+        return "STARTING", str(_restarts(status).get("restart") or "")
     if (pod.get("spec") or {}).get("nodeName"):
         inits = status.get("initContainerStatuses") or ()
         waits = any((c.get("state") or {}).get("running") for c in inits)

@@ -138,7 +138,7 @@ class Told:
     """What is known of a cluster whose Ray the platform starts: what our own agents write into its folder elsewhere.
 
     nodes: by our name for it, {"state", "reason", "role", "group", "ip", "host", "id": its machine's own name}; more than were asked for where they come
-    with demand. connection: as `connection.json`, once Ray's dashboard can be asked. token: where the platform made it."""
+    with demand. Where something of a node was restarted in place: "restarts" (how often), "restarted" (when), "restart" (a sentence). connection: as `connection.json`, once Ray's dashboard can be asked. token: where the platform made it."""
 
     nodes: Mapping[str, Mapping[str, Any]]
     connection: Mapping[str, Any] | None = None

@@ -298,12 +298,14 @@ class Kubelet:
             return False
         name = pod["spec"]["containers"][0]["name"]
         self._status(run, terminated=ended)
-        run.restarts += 1
         words = f"back-off {max(1, round(wait * 10))}s restarting failed container={name} pod={run.name}_{run.namespace}({run.uid})"
         self._status(run, waiting=("CrashLoopBackOff", words), last=ended)
         said = f"Back-off restarting failed container {name} in pod {run.name}_{run.namespace}({run.uid})"
         self._event(run, "Warning", "BackOff", said)
         await asyncio.sleep(wait)
+        run.restarts += (
+            1  # counted when it is made anew, not while it waits for that (kuberuntime_container.go)
+        )
         return True
 
     # -- processes
