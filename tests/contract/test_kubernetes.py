@@ -246,7 +246,7 @@ def test_doctor(kube: Kube, home: Path, tmp_path: Path, capfd: pytest.CaptureFix
     assert "ok    your role: it may do all that is needed in `ml`" in capfd.readouterr().out
     kube.control("rules", user="lab", rules=[{"resources": ["rayclusters", "rayjobs"]}])
     assert typed(["doctor", str(file)]) == 1
-    assert "it may not get pods" in capfd.readouterr().out
+    assert "it may not get, list, watch, delete pods; get pods/log;" in capfd.readouterr().out
     kube.set(crds=False)
     assert typed(["doctor", str(file)]) == 1
     assert "KubeRay is not installed" in capfd.readouterr().out

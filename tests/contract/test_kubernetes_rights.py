@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import yaml
 
 from contract.kube_life import kube, lacks, life, server, spec, typed
 from heliostat import lifecycle
+from heliostat.backends import _kube_api as kube_api
 from heliostat.errors import Refused
 from heliostat.store import Store
 from standins.kube import Kube
@@ -97,3 +99,25 @@ def test_down_says_why_it_has_no_logs(kube: Kube, home: Path) -> None:
     life(home, told).down("lab")
     assert [line for line in told if "your role may not get `pods/log`" in line], told
     assert kube.names("rayclusters") == kube.names("pods") == []
+
+
+@pytest.mark.parametrize(
+    "few", [[], [{"resources": ["rayjobs"]}], [{"resources": ["rayclusters"], "verbs": ["list"]}]]
+)
+def test_doctor_prints_the_role_and_every_right_that_is_lacking(
+    kube: Kube, home: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], few: list[dict[str, Any]]
+) -> None:
+    file = tmp_path / "lab.yaml"
+    file.write_text("{on: kubernetes, kubernetes: {namespace: ml}}")
+    kube.control("rules", user="lab", rules=few)
+    assert typed(["doctor", str(file)]) == 1
+    said = capfd.readouterr().out
+    line = next(line for line in said.splitlines() if "your role:" in line)
+    assert line.endswith("; get secrets; list events"), "the list is whole"
+    role = yaml.safe_load(said[said.index("apiVersion: rbac") :].split("\n\n")[0])
+    assert len(role["rules"]) == len(kube_api.RIGHTS) and said.count("apiVersion: rbac") == 1
+    assert not [line for line in said.splitlines() if line.endswith("to you):") and "KubeRay" in line]
+    assert typed(["--json", "doctor", str(file)]) == 1
+    checks = {check["name"]: check for check in json.loads(capfd.readouterr().out)["checks"]}
+    assert yaml.safe_load(checks["your role"]["more"])["kind"] == "Role"
+    assert not checks["KubeRay"]["hint"].endswith(":")

@@ -105,6 +105,7 @@ class Check:
     verdict: str  # "ok", "warn" or "fail"
     found: str
     hint: str = ""
+    more: str = ""  # what the hint speaks of, where that is a whole file
 
 
 @dataclass(frozen=True)
@@ -119,13 +120,21 @@ class Question:
     bad: str = "fail"  # the verdict where it is not well; "": it is only told
 
     def answer(
-        self, good: bool, found: str, *, bad: str | None = None, hint: str | None = None, **fields: Any
+        self,
+        good: bool,
+        found: str,
+        *,
+        bad: str | None = None,
+        hint: str | None = None,
+        more: str = "",
+        **fields: Any,
     ) -> Check:
         """`bad`, `hint`: in place of ours, where the answer itself knows better."""
         name = self.name.format(**fields)
         if good:
             return Check(name, "ok", found)
-        return Check(name, bad or self.bad, found, self.hint.format(**fields) if hint is None else hint)
+        said = self.hint.format(**fields) if hint is None else hint
+        return Check(name, bad or self.bad, found, said, more)
 
 
 def by_name(*asked: Question) -> dict[str, Question]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from heliostat.backends import _kube_api as kube
+from heliostat.backends._kube_checks import QUESTIONS, checks
 from heliostat.backends._kube_logs import pod_logs, run_in_pod
 from heliostat.backends._kube_options import Options
 from heliostat.backends._kube_watch import Cluster
@@ -29,7 +30,6 @@ from heliostat.backends.base import (
     Question,
     Step,
     Told,
-    by_name,
 )
 from heliostat.errors import DeadlineError, HeliostatError, NotFoundError, Refused, UsageError
 from heliostat.states import NodeState
@@ -393,61 +393,10 @@ class Kubernetes:
 
     # -- for `doctor`
 
-    questions: ClassVar[Mapping[str, Question]] = by_name(
-        Question(
-            "API server", "it answers, and knows you", "look at the kubeconfig: kubectl config get-contexts"
-        ),
-        Question(
-            "KubeRay", "the cluster knows RayClusters", "whoever runs the cluster installs KubeRay's operator"
-        ),
-        Question(
-            "your role",
-            "it may do all that is needed in the namespace",
-            "heliostat up prints the Role that would do",
-        ),
-    )
+    questions: ClassVar[Mapping[str, Question]] = QUESTIONS
 
     def checks(self, spec: ClusterSpec | None, host: Transport) -> list[Check]:
-        table = (spec.sites.get(self.name) if spec else None) or {}
-        try:
-            api = kube.connect(table.get("kubeconfig"), table.get("context"))
-            version = api.call("GET", "/version")
-            found = f"{api.context}, Kubernetes {version.get('gitVersion')}"
-            checks = [self.questions["API server"].answer(True, found)]
-        except HeliostatError as error:
-            return [self.questions["API server"].answer(False, str(error), hint=error.hint or None)]
-        namespace = table.get("namespace") or api.namespace
-        try:
-            api.call("GET", _place(namespace, "RayCluster"), query={"limit": 1})
-            checks.append(self.questions["KubeRay"].answer(True, "its RayCluster is known"))
-        except HeliostatError as error:
-            checks.append(self.questions["KubeRay"].answer(False, str(error), hint=error.hint or None))
-        return [*checks, self._rights(api, namespace)]
-
-    def _rights(self, api: kube.Api, namespace: str) -> Check:
-        lacking = []
-        ask = self.questions["your role"]
-        try:
-            for group, resource, verbs in kube.RIGHTS:
-                whole, _, part = resource.partition("/")
-                for verb in verbs:
-                    attributes = {"namespace": namespace, "verb": verb, "group": group, "resource": whole}
-                    attributes |= {"subresource": part} if part else {}
-                    review = {
-                        "apiVersion": "authorization.k8s.io/v1",
-                        "kind": "SelfSubjectAccessReview",
-                        "spec": {"resourceAttributes": attributes},
-                    }
-                    answer = api.call(
-                        "POST", "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews", review
-                    )
-                    if not answer["status"]["allowed"]:
-                        lacking.append(f"{verb} {resource}")
-        except HeliostatError as error:
-            return ask.answer(False, f"could not be asked for: {error}", bad="warn", hint="")
-        if lacking:
-            return ask.answer(False, f"in `{namespace}` it may not {', '.join(lacking)}"[:300])
-        return ask.answer(True, f"it may do all that is needed in `{namespace}`")
+        return list(checks((spec.sites.get(self.name) if spec else None) or {}))
 
 
 @dataclass
