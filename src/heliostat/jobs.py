@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from heliostat import backends
+from heliostat import backends, upload
 from heliostat.errors import DiskError, HeliostatError, Interrupted, NotFoundError
 from heliostat.events import Event
 from heliostat.lifecycle import Lifecycle
@@ -151,8 +151,29 @@ class Jobs:
 
         with pack(folder, excludes, progress=told("packing")) as package:
             if not api.has_package(package.name):
+                self._check_room(api, folder, package.data_path.stat().st_size)
                 api.upload(package.name, package.data_path, told("uploading"))
             return package.uri
+
+    def _check_room(self, api: RayApi, folder: Path, size: int) -> None:
+        """Refuses a package that the head cannot hold, as far as Ray tells of its memory."""
+        head = next((node for node in api.nodes() if node["is_head"]), None)
+        used, total = (head["host"]["memory"] if head else None) or (0, 0)
+        if total and size > upload.limit(total - used):
+            raise upload.refuse(folder, size, total - used)
+
+    def _check_folder(self, spec: ClusterSpec) -> None:
+        """The same for a head that is not there yet, before it is asked for."""
+        from heliostat.spec import head_member
+        from heliostat.workdir import measure, pack
+
+        memory, here = head_member(spec).memory, Path.cwd()
+        if memory is None or measure(here, ()) <= upload.limit(memory - upload.RAY_BYTES):
+            return
+        with pack(here, ()) as package:
+            size = package.data_path.stat().st_size
+        if size > upload.limit(memory - upload.RAY_BYTES):
+            raise upload.refuse(here, size, memory - upload.RAY_BYTES)
 
     def wait(self, name: str, job_id: str, write: Callable[[bytes], None]) -> int:
         """Follows the job's output to its end; the job's exit code. Raises when its cluster ends before it."""
@@ -280,6 +301,7 @@ class Jobs:
     ) -> int:
         """Where no agent of ours runs, the command is a job of Ray's, in an uploaded copy of this folder."""
         name, life = spec.cluster_name, self.life
+        self._check_folder(spec)
         view = life.up(spec, command={**command, "detached": detach})
         folder, record = view.folder, view.record
         kept = folder.logs / f"{RUN}.out"

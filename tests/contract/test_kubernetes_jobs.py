@@ -15,7 +15,7 @@ from contract.kube_life import kube, life, server, spec
 from contract.worlds import until
 from heliostat import lifecycle
 from heliostat.backends import kubernetes as site
-from heliostat.errors import HeliostatError, NotFoundError
+from heliostat.errors import HeliostatError, NotFoundError, UsageError
 from heliostat.jobs import Jobs
 from heliostat.lifecycle import Lifecycle
 from heliostat.store import Store
@@ -207,3 +207,39 @@ def test_the_deadline_passes_in_the_queue(kube: Kube, home: Path, monkeypatch: p
     with pytest.raises(HeliostatError, match="`lab` did not start") as caught:
         Jobs(life(home)).run(spec(time="2s"), command("true"), lambda *_: None)
     assert "its time limit has passed" in caught.value.because and kube.names("rayjobs") == []
+
+
+# -- a folder that is too big for the head
+
+
+def uploads(kube: Kube) -> list[str]:
+    return [
+        r["path"]
+        for r in kube.control("requests")
+        if (r["verb"], r["resource"]) == ("update", "services/proxy")
+    ]
+
+
+def test_an_upload_that_the_head_cannot_hold(kube: Kube, home: Path, small_folder: Path) -> None:
+    """A package of 60 MB ended the dashboard's job process of a head with 1 GiB: it is refused before it is sent."""
+    life(home).up(spec(memory_per_node="1G"))
+    kube.set(memory_used=800 * 2**20)
+    (small_folder / "model.bin").write_bytes(os.urandom(60 * 2**20))
+    with pytest.raises(
+        UsageError, match=r"is too big for this head: 60\.0 MiB packed, over 22\.4 MiB"
+    ) as caught:
+        Jobs(life(home)).submit("lab", ["true"], working_dir=small_folder)
+    assert "Ray holds an upload 10 times in memory" in caught.value.because
+    assert "`head: {memory: 8G}`" in caught.value.hint and uploads(kube) == []
+    (small_folder / "model.bin").write_bytes(bytes(60 * 2**20))  # as many bytes, and a small package
+    job = Jobs(life(home)).submit("lab", ["true"], working_dir=small_folder)
+    assert Jobs(life(home)).wait("lab", job, lambda chunk: None) == 0 and len(uploads(kube)) == 1
+
+
+def test_a_run_whose_folder_is_too_big_starts_nothing(kube: Kube, home: Path, small_folder: Path) -> None:
+    (small_folder / "model.bin").write_bytes(os.urandom(60 * 2**20))
+    with pytest.raises(UsageError, match=r"is too big for this head: 60\.0 MiB packed, over 25\.6 MiB"):
+        Jobs(life(home)).run(spec(memory_per_node="1G"), command("true"), lambda *_: None)
+    assert not [r for r in kube.control("requests") if r["verb"] == "create" and r["resource"] == "rayjobs"]
+    assert Store(home).names() == []
+    assert Jobs(life(home)).run(spec(memory_per_node="4G"), command("true"), lambda *_: None) == 0

@@ -24,7 +24,19 @@ FLOORS: dict[str, float] = {
     **dict.fromkeys(("sizing", "advice"), 0.5),
     # doors to the world
     **dict.fromkeys(
-        ("config", "rayyaml", "script", "ssh", "transport", "store", "rayapi", "relay", "tunnel", "workdir"),
+        (
+            "config",
+            "rayyaml",
+            "script",
+            "ssh",
+            "transport",
+            "store",
+            "rayapi",
+            "relay",
+            "tunnel",
+            "upload",
+            "workdir",
+        ),
         1,
     ),
     **dict.fromkeys(("launching", "mirror", "staging"), 1.5),  # they read and write, and know the store
