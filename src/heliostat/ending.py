@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 N = NodeState
 KEEP_S = 180.0
-MOST_JOBS = 100  # whose output comes home with the cluster
 
 
 class Ending(Looking):
@@ -172,23 +171,12 @@ class Ending(Looking):
         telling, handle = self.telling(folder, record), handle_of(record)
         if telling is None or handle is None:
             return
-        from heliostat.transport import at_once
+        from heliostat import collect
 
-        def one(node: str) -> None:
-            with contextlib.suppress(HeliostatError, OSError):
-                telling.pull_logs(handle, node)
-
-        at_once(one, list(record.nodes))
-        with contextlib.suppress(HeliostatError, OSError):
-            view = View(folder, record, folder.state())
-            keys = ("id", "status", "exit_code", "seconds")
-            api = self.api(view)
-            jobs = [job for job in api.jobs() if job["kind"] == "job"]
-            telling.note(jobs=[{key: job[key] for key in keys} for job in jobs])
-            head = next(node.name for node in record.nodes.values() if node.role == "head")
-            for job in jobs[:MOST_JOBS]:
-                with open(folder.logs / head / f"job-driver-{job['id']}.log", "wb") as stream:
-                    stream.writelines(api.output(job["id"], follow=False))
+        view = View(folder, record, folder.state())
+        collector = collect.Collector(folder, record, telling, handle)
+        for note in collector.run(lambda: self.api(view), collect.COLLECT_S):
+            self.emit(Event("note", note))
 
     def put_away(self, name: str) -> View:
         """Nothing of it runs any more, and `up` brings it back."""

@@ -72,6 +72,10 @@ class Refused(HeliostatError):
     """The other party said no, and will say so again."""
 
 
+class AccessDenied(Refused):
+    """The person's account lacks a right, for every node alike; `more` has what grants it."""
+
+
 class PartlyDone(HeliostatError):
     """Some of it was done; the record says what."""
 

@@ -10,17 +10,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from heliostat import backends
+from heliostat import backends, upload
 from heliostat.errors import DiskError, HeliostatError, Interrupted, NotFoundError
 from heliostat.events import Event
 from heliostat.lifecycle import Lifecycle
 from heliostat.looking import RUN, View, command_of
-from heliostat.rayapi import NoAnswer, RayApi
+from heliostat.rayapi import NoAnswer, NotLetIn, RayApi
 from heliostat.report import run_job
 from heliostat.script import quote
-from heliostat.states import TERMINAL
+from heliostat.states import TERMINAL, NodeState
 from heliostat.store import ClusterFolder
 from heliostat.telling import handle_of
+from heliostat.units import format_duration
 
 if TYPE_CHECKING:
     from heliostat.spec import ClusterSpec
@@ -28,6 +29,55 @@ if TYPE_CHECKING:
 
 STOP_S = 10  # from SIGTERM to SIGKILL, as for a `run`; Ray's own 3 s are too few for a sweep
 PATIENCE_S = 30.0  # so long may a head be silent before a job that is waited for is given up
+TIMED_OUT = 124  # the exit code of `timeout` where it ended the command
+LOOK_S = 1.0  # between two looks at a platform's cluster while a job is followed
+
+
+class ClusterEnds(Exception):
+    """The cluster ends, or has ended, while one of its jobs is followed."""
+
+    def __init__(self, view: View) -> None:
+        super().__init__(view.record.name)
+        self.view = view
+
+
+class _Watched:
+    """A cluster whose job is followed."""
+
+    def __init__(self, life: Lifecycle, name: str) -> None:
+        self.life, self.name = life, name
+        self.view = life.find(name)
+        self.polled = False  # the job was seen to run
+        # elsewhere the head's agent ends with its cluster, and no scheduler is to be asked every second
+        self.on_platform = life.platform(self.view.record) is not None
+        self._next = time.monotonic()
+
+    def poll(self) -> None:
+        """Raises ClusterEnds; looks at most every second."""
+        self.polled = True
+        if self.on_platform and time.monotonic() >= self._next:
+            self.check()
+
+    def check(self, *, anew: bool = False) -> None:
+        """Raises ClusterEnds where there is no cluster any more, or it is told to end. anew: what the platform said a moment
+        ago does not count."""
+        if anew and self.on_platform:
+            self.life.forget_answers(self.view.folder)
+        try:
+            view = self.life.find(self.name)
+        except NotFoundError:  # another command has put it into the history
+            past = self.life.store.last_past(self.name)
+            if past is None:
+                raise
+            view = View(past, past.record(), past.state())
+        self.view, self._next = view, time.monotonic() + LOOK_S
+        self.judge()
+
+    def judge(self) -> None:
+        view = self.view
+        head = next(node for node in view.record.nodes.values() if node.role == "head")
+        if view.record.is_over() or view.headless or head.state is NodeState.STOPPING:
+            raise ClusterEnds(view)
 
 
 class Jobs:
@@ -101,37 +151,86 @@ class Jobs:
 
         with pack(folder, excludes, progress=told("packing")) as package:
             if not api.has_package(package.name):
+                self._check_room(api, folder, package.data_path.stat().st_size)
                 api.upload(package.name, package.data_path, told("uploading"))
             return package.uri
 
+    def _check_room(self, api: RayApi, folder: Path, size: int) -> None:
+        """Refuses a package that the head cannot hold, as far as Ray tells of its memory."""
+        head = next((node for node in api.nodes() if node["is_head"]), None)
+        used, total = (head["host"]["memory"] if head else None) or (0, 0)
+        if total and size > upload.limit(total - used):
+            raise upload.refuse(folder, size, total - used)
+
+    def _check_folder(self, spec: ClusterSpec) -> None:
+        """The same for a head that is not there yet, before it is asked for."""
+        from heliostat.spec import head_member
+        from heliostat.workdir import measure, pack
+
+        memory, here = head_member(spec).memory, Path.cwd()
+        if memory is None or measure(here, ()) <= upload.limit(memory - upload.RAY_BYTES):
+            return
+        with pack(here, ()) as package:
+            size = package.data_path.stat().st_size
+        if size > upload.limit(memory - upload.RAY_BYTES):
+            raise upload.refuse(here, size, memory - upload.RAY_BYTES)
+
     def wait(self, name: str, job_id: str, write: Callable[[bytes], None]) -> int:
-        """Follows the job's output to its end; the job's exit code."""
-        api = self.life.api(self.life.find(name))
+        """Follows the job's output to its end; the job's exit code. Raises when its cluster ends before it."""
+        cluster = _Watched(self.life, name)
         written = 0
-        silent_since: float | None = None
+
+        def tell(chunk: bytes) -> None:
+            nonlocal written
+            write(chunk)
+            written += len(chunk)
+
+        try:
+            cluster.judge()
+            job = self._follow_job(cluster, job_id, tell)
+            if job["status"] != "SUCCEEDED" and cluster.on_platform:  # its cluster may be why
+                cluster.check(anew=True)
+        except ClusterEnds as ends:
+            with contextlib.suppress(HeliostatError):  # where it can still be asked to save, it is
+                self.end(name, job_id, tell, written)
+            raise HeliostatError(
+                f"`{name}` ended before the job `{job_id}` did",
+                because=_why(ends.view.record),
+                hint=f"heliostat logs {name}",
+            ) from None
+        self._remember(name, job)
+        return 0 if job["status"] == "SUCCEEDED" else int(job["exit_code"] or 1)
+
+    def _follow_job(self, cluster: _Watched, job_id: str, write: Callable[[bytes], None]) -> dict[str, Any]:
+        """The job as it was at its end. A head that does not answer for a while is asked again."""
+        written, silent_since = 0, None  # type: int, float | None
         while True:
             try:
+                api = self.life.api(cluster.view)
                 position = 0
-                for chunk in api.output(job_id):
+                for chunk in api.output(job_id, poll=cluster.poll):
                     fresh = chunk[max(0, written - position) :]  # after a break it begins anew
                     position += len(chunk)
                     written = max(written, position)
                     write(fresh)
                     silent_since = None
-                job = api.job(job_id)
-                break
-            except NoAnswer as error:
+                return api.job(job_id)
+            except (NoAnswer, NotLetIn, NotFoundError) as error:
+                known = silent_since is not None or cluster.polled
+                cluster.check(anew=True)  # says whether the cluster has ended, or its head is only slow
+                if isinstance(error, NotFoundError) and not known:
+                    raise
                 silent_since = silent_since or time.monotonic()
-                view = self.life.find(name)  # says whether the cluster has ended, or is only slow
-                if view.address is None or time.monotonic() - silent_since > PATIENCE_S:
+                late = time.monotonic() - silent_since > PATIENCE_S
+                replaced = isinstance(error, NotFoundError)
+                if late or replaced or cluster.view.address is None:
+                    gone = "its head is another one now, which does not know the job" if replaced else ""
                     raise HeliostatError(
-                        f"`{name}` was lost while the job `{job_id}` ran",
-                        because=_why(view.record) or error.because,
-                        hint=f"heliostat logs {name}",
+                        f"the head of `{cluster.name}` was lost while the job `{job_id}` ran",
+                        because=gone or _why(cluster.view.record) or error.because,
+                        hint=f"heliostat logs {cluster.name}",
                     ) from None
                 time.sleep(0.2)
-        self._remember(name, job)
-        return 0 if job["status"] == "SUCCEEDED" else int(job["exit_code"] or 1)
 
     def _remember(self, name: str, job: dict[str, Any]) -> None:
         folder = self.life.store.find(name)
@@ -202,6 +301,7 @@ class Jobs:
     ) -> int:
         """Where no agent of ours runs, the command is a job of Ray's, in an uploaded copy of this folder."""
         name, life = spec.cluster_name, self.life
+        self._check_folder(spec)
         view = life.up(spec, command={**command, "detached": detach})
         folder, record = view.folder, view.record
         kept = folder.logs / f"{RUN}.out"
@@ -212,13 +312,17 @@ class Jobs:
             write("out", chunk)
 
         try:
-            job = self.submit(name, command["argv"], here=True, job_id=RUN)
             platform, handle = life.platform(record), handle_of(record)
-            if platform and handle:
-                platform.started_job(handle, job, life.host_of(record))
+            assert platform and handle
+            argv = platform.limited_command(handle, command["argv"], life.host_of(record))
+            job = self.submit(name, argv, here=True, job_id=RUN)
+            platform.started_job(handle, job, life.host_of(record))
             if detach:
                 return 0
             code = self.wait(name, job, tee)
+            if code == TIMED_OUT and spec.time and argv != command["argv"]:
+                limit = format_duration(spec.time)
+                life.emit(Event("note", f"the command was stopped: its time limit of {limit} has passed"))
             self._ended(folder, code)
             life.release(folder)
             return code
@@ -226,10 +330,8 @@ class Jobs:
             life.interrupted(folder, last_look=bool, first=lambda: self._stop_run(name, kept, tee))
             raise
         except (HeliostatError, OSError) as error:
-            life.give_up(
-                folder,
-                "given up" if isinstance(error, HeliostatError) else "nobody reads its output any more",
-            )
+            why = (error.because or "given up") if isinstance(error, HeliostatError) else ""
+            life.give_up(folder, why or "nobody reads its output any more")
             raise
 
     def _ended(self, folder: ClusterFolder, code: int) -> None:

@@ -23,7 +23,7 @@ from heliostat.events import Emit, Event
 from heliostat.states import TERMINAL, ClusterState, NodeState, check_move
 from heliostat.store import ClusterFolder, NodeRecord, Record, Store
 from heliostat.telling import DEMAND, Telling, believe, handle_of, newcomers
-from heliostat.transport import Local, Transport
+from heliostat.transport import Local, Proxied, Transport
 
 if TYPE_CHECKING:
     from heliostat.mirror import Mirror
@@ -408,7 +408,7 @@ class Looking:
             own = [*folder.logs.glob(f"*-{node.handle}.out"), *(folder.logs / log for log in named if log)]
             logs = (folder.logs / node.name / "agent.log", *own)
             reason = next(filter(None, map(self._last_line, logs)), reason)
-        if state is N.ALLOCATED and node.state not in (N.REQUESTED, N.QUEUED, N.UNKNOWN):
+        if state is N.ALLOCATED and not believed and node.state not in (N.REQUESTED, N.QUEUED, N.UNKNOWN):
             return None  # it runs, and nobody can tell more at this moment
         if node.state is N.STOPPING and state not in TERMINAL and state is not N.UNKNOWN:
             again = record.target == "up" and (state is N.QUEUED or since > node.since)
@@ -496,7 +496,8 @@ class Looking:
         reach, hub = self._reach(view), connection.get("hub")
         if hub is None:  # the platform starts Ray, or an older version of ours did
             host, port = reach.forward("127.0.0.1", int(connection["dashboard_port"]))
-            return RayApi(host, port, token, name=view.record.name)
+            proxy_error = reach.proxy_error if isinstance(reach, Proxied) else None
+            return RayApi(host, port, token, name=view.record.name, proxy_error=proxy_error)
         context = None
         if hub.get("tls"):
             from heliostat import tls

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from heliostat import backends
 from heliostat.backends.base import Handle
-from heliostat.errors import HeliostatError, NotFoundError
+from heliostat.errors import AccessDenied, HeliostatError, NotFoundError
 from heliostat.states import NodeState
 from heliostat.transport import Completed, at_once
 
@@ -33,6 +33,8 @@ def run(life: Lifecycle, name: str, argv: Sequence[str], node: str | None = None
     def one(names: str, handle: Handle) -> Completed:
         try:
             return backend.execute(names, handle, argv, host)
+        except AccessDenied:
+            raise
         except HeliostatError as error:
             return Completed(tuple(argv), 255, "", f"{error.what}: {error.because}\n")
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
 
-from heliostat.errors import HeliostatError, NotFoundError
+from heliostat.errors import AccessDenied, HeliostatError, NotFoundError
 from heliostat.units import parse_bytes
 
 CONNECT_S = 15.0
@@ -31,20 +31,36 @@ _WAITS = re.compile(
 )
 
 
+ProxyError = Callable[[str, str, int, bytes], HeliostatError | None]  # as Proxied.proxy_error
+
+
 class NoAnswer(HeliostatError):
     """The head's dashboard does not answer; the cluster may still live."""
+
+
+class NotLetIn(HeliostatError):
+    """Ray refuses our token: it may be that of another head."""
 
 
 class RayApi:
     """One head. `token` None: the cluster has no authentication, or `dial` leads to somebody who adds the token.
 
-    `dial(timeout)` opens a connection for one request; without it the dashboard listens at host:port."""
+    `dial(timeout)` opens a connection for one request; without it the dashboard listens at host:port. proxy_error: there is
+    a proxy on the way, which may answer in Ray's place."""
 
     def __init__(
-        self, host: str, port: int, token: str | None, *, name: str = "", dial: Dial | None = None
+        self,
+        host: str,
+        port: int,
+        token: str | None,
+        *,
+        name: str = "",
+        dial: Dial | None = None,
+        proxy_error: ProxyError | None = None,
     ) -> None:
         self.host, self.port, self.token, self.name = host, port, token, name
         self.dial = dial or (lambda timeout: socket.create_connection((host, port), timeout))
+        self.proxy_error = proxy_error
 
     def _connect(self, timeout: float) -> http.client.HTTPConnection:
         connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout)
@@ -74,10 +90,13 @@ class RayApi:
             raise self._no_answer(error) from None
         finally:
             connection.close()
+        proxy = self.proxy_error if status >= 400 else None
+        if proxy and (own := proxy(method, path, status, content)):
+            raise own
         if status in (502, 503, 504):  # somebody between us and the head
             raise self._no_answer(ConnectionError(f"{method} {path} answered {status}"))
         if status in (401, 403):
-            raise HeliostatError(
+            raise NotLetIn(
                 f"the cluster `{self.name}` does not let us in",
                 because=content.decode("utf-8", "replace")[:200],
                 saw=f"{method} {path} answered {status}",
@@ -207,6 +226,8 @@ class RayApi:
         query = urlencode({"node_ip": ip, "filename": name, "lines": -1})
         try:
             status, content = self._call("GET", f"/api/v0/logs/file?{query}", timeout=60)
+        except AccessDenied:
+            raise
         except HeliostatError:
             return b""
         return content if status == 200 else b""
@@ -261,8 +282,11 @@ class RayApi:
         if status != 200:
             raise self._refused("upload", status, content)
 
-    def output(self, job_id: str, *, follow: bool = True) -> Iterator[bytes]:
-        """A job's output from its first byte, as it is written; ends after the last byte of an ended job.
+    def output(
+        self, job_id: str, *, follow: bool = True, poll: Callable[[], object] = bool
+    ) -> Iterator[bytes]:
+        """A job's output from its first byte, as it is written; ends after the last byte of an ended job. poll: called now
+        and then while the job runs; what it raises ends this.
 
         Ray's own tail looks once a second and may miss what is written in its last second; this reads the raw file
         through Ray's log service and, when the job has ended, once more to its very end.
@@ -276,6 +300,7 @@ class RayApi:
         reader: _Reader | None = None
         try:
             while follow and job["status"] not in FINAL:
+                poll()
                 if job["node_id"] and (reader is None or reader.over):
                     reader = _Reader(self, job, seen)
                 for chunk in reader.take(pause) if reader else ():

@@ -19,15 +19,15 @@ def status(life: Lifecycle, name: str) -> dict[str, Any]:
     ray_nodes: dict[str, dict[str, Any]] = {}
     jobs = [run_job(view.run)] if view.run else []
     telling = life.telling(view.folder, record)
-    problem = str(telling.refusal or "") if telling else ""
+    error: HeliostatError | None = telling.refusal if telling else None
     if view.address and not record.is_over():
         try:
             api = life.api(view)
             for node in api.nodes():  # one that a platform started has no name of ours
                 ray_nodes[node["name"]] = ray_nodes[node["ip"]] = node
             jobs += [job for job in api.jobs() if job["kind"] == "job" or job["status"] not in FINAL]
-        except HeliostatError as error:
-            problem = str(error)
+        except HeliostatError as found:
+            error = error or found
     keys = ("id", "status", "entrypoint", "started", "seconds", "exit_code")
     return {
         "schema": 1,
@@ -40,7 +40,8 @@ def status(life: Lifecycle, name: str) -> dict[str, Any]:
         "started": record.created,
         "time_left_s": pulse.get("time_left_s"),
         "idle_s": pulse.get("idle_s"),
-        "problem": problem,
+        "problem": str(error or ""),
+        **({"remedy": f"{error.hint}\n{error.more}"} if error and error.more else {}),
         "nodes": [
             _node(node, words, ray_nodes.get(node.name) or ray_nodes.get(str(words.get("ip"))) or {})
             for node in record.nodes.values()
@@ -71,4 +72,5 @@ def _node(node: NodeRecord, told: dict[str, Any], ray: dict[str, Any]) -> dict[s
         "ports": told.get("ports"),
         "resources": ray.get("resources", {}),
         "gpus": ray.get("gpus", []),
+        **({"restarts": told["restarts"]} if told.get("restarts") else {}),
     }

@@ -20,7 +20,19 @@ from pydantic import (
 from heliostat.units import format_bytes, parse_bytes, parse_duration, parse_walltime, parse_window
 
 NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9-]{0,39}$")
-LABEL_KEY = re.compile(r"^[A-Za-z0-9]([A-Za-z0-9_./-]{0,61}[A-Za-z0-9])?$")
+# what Ray takes for labels (ray/_private/label_utils.py): the syntax of Kubernetes, with capitals in the prefix too
+_LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
+LABEL_VALUE = re.compile(_LABEL)
+LABEL_KEY = re.compile(rf"(?:(?=[^/]{{0,253}}/)(?:{_LABEL})?(?:\.(?:{_LABEL})?)*/)?{_LABEL}")
+# what Ray calls its own, and where it is written here (ray/_private/parameter.py, resource_and_label_spec.py)
+RAYS_RESOURCES = {
+    "CPU": "cpus",
+    "GPU": "gpus",
+    "memory": "memory",
+    "object_store_memory": "object_store",
+    "node:__internal_head__": "",
+}
+MOST_OF_A_RESOURCE = 100 * 10**12
 DEFAULT_RAY = "2.60.0"  # what set-up installs where the file names no version
 HERE = ("this machine", "localhost")  # no ssh to the machine that one is on
 LISTED = "ssh"  # the site whose machines are those that the file lists
@@ -217,12 +229,13 @@ class Group(Model):
     gpus: Count | None = Field(None, ge=0, description="GPUs on each")
     memory: Bytes | None = Field(None, gt=0, description="memory that Ray may use on each")
     labels: Labels = Field({}, description="Ray labels of the nodes")
-    resources: dict[str, float] = Field({}, description="custom Ray resources of each")
+    resources: dict[str, float] = Field({}, description="custom Ray resources of each, whole numbers")
     options: dict[str, Any] = Field(
         {}, description="of the site's own table, what differs here: {partition: gpu}"
     )
 
     _labels = field_validator("labels")(lambda labels: check_labels(labels))
+    _resources = field_validator("resources")(lambda resources: check_resources(resources))
 
     @model_validator(mode="after")
     def _order(self) -> Group:
@@ -258,6 +271,8 @@ class Host(Model):
     labels: Labels = Field({}, description="Ray labels of the node")
     env: dict[str, Text] = Field({}, description="environment variables of Ray and of the jobs there")
     environment: Environment | None = Field(None, description="in place of the cluster's own")
+
+    _labels = field_validator("labels")(lambda labels: check_labels(labels))
 
     @field_validator("host")
     @classmethod
@@ -382,13 +397,35 @@ class ClusterSpec(Model):
 
 def check_labels(labels: Mapping[str, str]) -> Mapping[str, str]:
     for key, value in labels.items():
-        if not LABEL_KEY.fullmatch(key) or not (value == "" or LABEL_KEY.fullmatch(value)):
+        if not LABEL_KEY.fullmatch(key) or not (value == "" or LABEL_VALUE.fullmatch(value)):
             raise ValueError(
-                f"`{key}={value}` is not a label: letters, digits, `-`, `_`, `.`, 63 characters at most"
+                f"`{key}={value}` is not a label: letters, digits, `-`, `_`, `.`, 63 characters at most; "
+                "a key may have a prefix, as `example.org/kind`"
             )
         if key.startswith("ray.io/"):
             raise ValueError(f"`{key}`: labels that begin with `ray.io/` are Ray's own")
     return labels
+
+
+def check_resources(resources: Mapping[str, float]) -> Mapping[str, float]:
+    """What `ray start --resources` would refuse after the machine is there."""
+    for name, amount in resources.items():
+        if name in RAYS_RESOURCES:
+            key = RAYS_RESOURCES[name]
+            raise ValueError(
+                f"`{name}` is one of Ray's own resources: "
+                + (f"write `{key}`" if key else "take another name")
+            )
+        rule = ""
+        if not float(amount).is_integer():
+            rule = "in whole numbers; a task may ask for a part of one"
+        elif amount < 0:
+            rule = "from 0 on"
+        elif amount > MOST_OF_A_RESOURCE:
+            rule = f"up to {MOST_OF_A_RESOURCE}"
+        if rule:
+            raise ValueError(f"`{name}` cannot be {amount:g}: Ray counts resources {rule}")
+    return resources
 
 
 class Member(Model):

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -50,7 +51,11 @@ class Telling:
             finally:
                 self._next = time.monotonic() + self.platform.pace[0]
         if node:
-            self.pull_logs(handle, node)
+            try:
+                self.pull_logs(handle, node)
+            except Refused as error:
+                self.refusal = error
+                raise
 
     def again(self) -> None:
         """We have just changed something: what was told is not true any more."""
@@ -64,8 +69,10 @@ class Telling:
         nodes = {name: _since(words, before.get(name)) for name, words in told.nodes.items()}
         for name in record.nodes.keys() - nodes.keys():  # came with demand, and left with it
             nodes[name] = _since({"state": "GONE", "role": "worker"}, before.get(name))
-        if nodes != before:
-            self._write("state.json", {**state, "schema": 1, "nodes": nodes})
+        warned = _warning(record, nodes) or state.get("warned")
+        if nodes != before or warned != state.get("warned"):
+            more = {"warned": warned} if warned else {}
+            self._write("state.json", {**state, **more, "schema": 1, "nodes": nodes})
         if told.token and told.token != self.folder.read_token():
             write_atomic(self.folder.token, told.token)
         if told.connection is None:
@@ -76,12 +83,15 @@ class Telling:
     def _write(self, name: str, document: Mapping[str, Any]) -> None:
         write_atomic(self.folder.path / name, json.dumps(document, indent=1) + "\n")
 
-    def pull_logs(self, handle: Handle, node: str) -> None:
+    def pull_logs(self, handle: Handle, node: str, over: threading.Event | None = None) -> None:
+        """over: set when nobody waits for them any more; then nothing is written."""
         told = (self.folder.state().get("nodes") or {}).get(node) or {}
         place = self.folder.logs / node
         place.mkdir(mode=0o700, exist_ok=True)
         known = {path.name: path.stat().st_size for path in place.iterdir() if path.is_file()}
         for name, data in self.platform.logs(handle, node, told, known, self.host).items():
+            if over and over.is_set():
+                return
             if data:
                 with open(
                     os.open(place / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab"
@@ -115,6 +125,17 @@ def newcomers(record: Record, told: Mapping[str, Mapping[str, Any]]) -> list[Nod
         for name, words in told.items()
         if name not in record.nodes and words["state"] != "GONE"
     ]  # fmt: skip
+
+
+def _warning(record: Record, nodes: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Nodes of which something was restarted since the last that is on record: whoever looks makes an event of it, once."""
+    fresh = {
+        name: words for name, words in nodes.items() if float(words.get("restarted") or 0) > record.warned
+    }
+    if not fresh:
+        return None
+    at = max(float(words["restarted"]) for words in fresh.values())
+    return {"at": at, "text": "; ".join(f"{name}: {words['restart']}" for name, words in fresh.items())}
 
 
 def _since(words: Mapping[str, Any], before: Mapping[str, Any] | None) -> dict[str, Any]:

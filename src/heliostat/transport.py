@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Protocol, TypeVar
+from typing import IO, Protocol, TypeVar, runtime_checkable
 
 from heliostat.errors import HeliostatError
 
@@ -58,6 +58,15 @@ class Transport(Protocol):
 
     def forward(self, host: str, port: int) -> tuple[str, int]:
         """Where a connection reaches `host:port` of that machine's network from here."""
+        ...
+
+
+@runtime_checkable
+class Proxied(Protocol):
+    """A transport whose connections pass an HTTP proxy, which answers by itself where it cannot or may not pass them on."""
+
+    def proxy_error(self, method: str, path: str, status: int, content: bytes) -> HeliostatError | None:
+        """What the proxy's own answer means; None: the answer is that of the server behind it."""
         ...
 
 

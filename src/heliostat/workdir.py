@@ -140,6 +140,13 @@ def pack(
     )
 
 
+def measure(folder: Path, excludes: Sequence[str] = (), limit_bytes: int = 500 * 2**20) -> int:
+    """The bytes that `pack` would pack, before compression."""
+    skipped: list[str] = []
+    entries = _survey(folder, os.path.realpath(folder), excludes, limit_bytes, skipped)
+    return sum(entry.size for entry in entries)
+
+
 def _remove(name: str) -> None:
     with suppress(OSError):
         os.unlink(name)

@@ -363,11 +363,33 @@ def test_what_has_no_owner_left_is_collected(kube: Kube) -> None:
     until(lambda: kube.names("configmaps") == [])
 
 
+def test_the_body_of_a_delete_takes_the_place_of_its_query(kube: Kube) -> None:
+    """handlers/delete.go of the API server decodes the query only where there is no body."""
+    top = create(kube, config("top"), f"{CORE}/configmaps")
+    create(kube, config("low", top), f"{CORE}/configmaps")
+    mine = {"preconditions": {"uid": top["metadata"]["uid"]}}
+    assert kube.request("DELETE", f"{CORE}/configmaps/top?propagationPolicy=Orphan", mine)[0] == 200
+    until(lambda: kube.names("configmaps") == [])
+
+
+def test_a_patch_whose_test_fails_changes_nothing(kube: Kube) -> None:
+    create(kube, cluster("lab"))
+    patch = [
+        {"op": "test", "path": "/metadata/uid", "value": "another"},
+        {"op": "add", "path": "/spec/suspend", "value": True},
+    ]
+    code, answer = kube.request("PATCH", f"{CLUSTERS}/lab", patch, Content_Type=JSON)
+    assert (code, answer["reason"]) == (422, "Invalid")
+    assert "suspend" not in get(kube, "lab")["spec"]
+
+
 def test_ways_to_delete(kube: Kube) -> None:
     top = create(kube, config("top"), f"{CORE}/configmaps")
     create(kube, config("low", top), f"{CORE}/configmaps")
     wrong = {"preconditions": {"uid": "another"}}
-    assert kube.request("DELETE", f"{CORE}/configmaps/top", wrong)[0] == 409
+    code, answer = kube.request("DELETE", f"{CORE}/configmaps/top", wrong)
+    assert (code, answer["reason"]) == (409, "Conflict")
+    assert f"UID in precondition: another, UID in object meta: {top['metadata']['uid']}" in answer["message"]
     kube.request("DELETE", f"{CORE}/configmaps/top?propagationPolicy=Orphan")
     assert kube.names("configmaps") == ["low"]
     held = {"metadata": {"name": "held", "finalizers": ["lab/hold"]}}

@@ -230,6 +230,13 @@ def test_ctrl_c_lets_the_script_save_and_releases(
     assert kube is None or kube.names("rayjobs") == []
 
 
+def test_the_time_limit_lets_the_script_save(kube: Kube | None, words: list[str], tmp_path: Path) -> None:
+    (tmp_path / "work.py").write_text(SAVES)
+    done = heliostat("run", "--name", "limited", *words, "--time", "60s", "work.py", code=124, cwd=tmp_path)
+    assert own(done.stdout) == ["begun", "saved"] and "its time limit of 1m has passed" in done.stderr
+    assert kube is None or kube.names("rayjobs") == []
+
+
 def test_a_run_whose_command_is_killed_is_ended_by_the_operator(
     kube: Kube | None, words: list[str], tmp_path: Path, spawn_cli: Callable[..., subprocess.Popen[str]]
 ) -> None:

@@ -21,7 +21,9 @@ from heliostat.cli.app import cli
 from heliostat.cli.native import META
 from heliostat.cli.output import Output
 from heliostat.errors import HeliostatError
+from heliostat.spec import check_name
 
+KUBERNETES = (ROOT / "docs" / "kubernetes.md").read_text()
 PAGES = pages()
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 SPAN = re.compile(r"(?<!`)`(heliostat [^`]+)`(?!`)")
@@ -212,3 +214,20 @@ def test_drift_is_seen(tmp_path: Path) -> None:
         r"a\n<!-- made: heliostat --version -->\n\n```console\n\$ heliostat --version\nheliostat.*\n```\n\n<!-- end -->\nb\n",
         made.anew(page),
     )
+
+
+def test_the_length_of_a_name_is_what_the_file_may_have() -> None:
+    """Our own limit is narrower than KubeRay's, so KubeRay's is of no use to a reader."""
+    said = re.search(r"too long \((\d+) characters", KUBERNETES)
+    assert said
+    most = int(said[1])
+    assert check_name("a" * most) and most < 47
+    with pytest.raises(ValueError):
+        check_name("a" * (most + 1))
+
+
+def test_a_cluster_that_was_kept_comes_back_by_its_own_file() -> None:
+    """As test_put_away_and_brought_back shows: the number of nodes need not be said again."""
+    lines = [line for line in KUBERNETES.splitlines() if line.startswith("$ heliostat")]
+    kept = next(i for i, line in enumerate(lines) if "down lab --keep" in line)
+    assert lines[kept + 1].startswith("$ heliostat up lab.yaml  ") and "old file" not in KUBERNETES

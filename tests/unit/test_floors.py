@@ -34,6 +34,7 @@ FLOORS: dict[str, float] = {
             "rayapi",
             "relay",
             "tunnel",
+            "upload",
             "workdir",
             "ownership",
         ),
@@ -45,6 +46,7 @@ FLOORS: dict[str, float] = {
     "elastic": 2,
     # where order is decided: what is true, the way back, the way there
     "looking": 2.8,
+    "collect": 2.85,
     "ending": 2.9,
     "lifecycle": 3,
     # the public Python API

@@ -70,7 +70,12 @@ def test_a_plain_cluster() -> None:
 def test_groups_gpus_of_any_vendor_labels_and_resources() -> None:
     found = rendered(
         groups={
-            "gpu": {"nodes": 2, "gpus": 4, "labels": {"kind": "a100"}, "resources": {"licence": 2}},
+            "gpu": {
+                "nodes": 2,
+                "gpus": 4,
+                "labels": {"kind": "a100"},
+                "resources": {"licence": 2, "slots": 123456789},
+            },
             "amd": {
                 "nodes": 1,
                 "gpus": 1,
@@ -83,7 +88,7 @@ def test_groups_gpus_of_any_vendor_labels_and_resources() -> None:
     assert container(gpu)["resources"]["limits"]["nvidia.com/gpu"] == "4"
     assert container(gpu)["image"].endswith("-gpu")
     assert container(amd)["resources"]["requests"]["amd.com/gpu"] == "1"
-    assert gpu["labels"] == {"kind": "a100"} and gpu["resources"] == {"licence": "2"}
+    assert gpu["labels"] == {"kind": "a100"} and gpu["resources"] == {"licence": "2", "slots": "123456789"}
     assert gpu["template"]["spec"]["nodeSelector"] == {"pool": "any"}
     assert amd["template"]["spec"]["nodeSelector"] == {"pool": "amd"}
     assert amd["template"]["spec"]["tolerations"] == [{"key": "gpu", "operator": "Exists"}]
@@ -240,6 +245,8 @@ def test_the_operators_own_checks() -> None:
         lambda d: first(d).update(resources={"x": "1"}, rayStartParams={"num-cpus": "1"})
     )
     assert "is not whole" in bad(lambda d: first(d).pop("minReplicas"))
+    for name in ("cpu", "Memory", "mygpu", "example.org/GPU", "nvidia.com/mig-2g.32gb", "it's"):
+        assert "cannot be a resource" in bad(lambda d, name=name: first(d).update(resources={name: "1"}))
 
 
 # -- the real definitions
@@ -277,7 +284,7 @@ FILES: list[dict[str, Any]] = [
     {"autoscale": {"min": 1, "max": 8}, "nodes": 2, "labels": {"a": "b"}},
     {
         "groups": {
-            "gpu": {"nodes": 2, "gpus": 4, "min": 0, "max": 10, "resources": {"x": 1.5}},
+            "gpu": {"nodes": 2, "gpus": 4, "min": 0, "max": 10, "resources": {"x": 2}},
             "cpu": {"nodes": 1},
         },
         "head": {"work": False},

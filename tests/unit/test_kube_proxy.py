@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from heliostat.backends._kube_proxy import rewrite, upgrades
+from heliostat.backends import _kube_api as kube
+from heliostat.backends._kube_proxy import proxy_error, rewrite, upgrades
+from heliostat.errors import AccessDenied, HeliostatError
+from heliostat.rayapi import NoAnswer
 
 PATH = "/k8s/api/v1/namespaces/ml/services/http:lab-head-svc:8265/proxy"
 HOST = "10.0.0.1:6443"
@@ -173,3 +180,62 @@ def test_whatever_comes_it_is_refused_or_ours(lines: list[bytes], target: bytes)
     names = [line.partition(b":")[0].lower() for line in headers[3:]]
     assert not {b"host", b"authorization", b"connection"} & set(names)
     assert b"\n" not in b"".join(headers) and b"\r" not in b"".join(headers)
+
+
+# -- whose answer it is
+
+
+def answered(tmp_path: Path, code: int, content: bytes) -> HeliostatError | None:
+    config = {
+        "clusters": [{"name": "c", "cluster": {"server": "http://127.0.0.1:9"}}],
+        "contexts": [{"name": "lab", "context": {"cluster": "c", "user": "u"}}],
+        "users": [{"name": "u", "user": {"token": "t"}}],
+    }
+    (tmp_path / "config").write_text(yaml.safe_dump({**config, "current-context": "lab"}))
+    api = kube.Api(str(tmp_path / "config"), None)
+    return proxy_error(api, "ml/lab", "GET", "/api/jobs/run", code, content)
+
+
+def status(code: int, message: str) -> bytes:
+    """As the API server answers, also where a service was asked."""
+    document = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "message": message, "code": code}
+    return json.dumps(document).encode()
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        (404, 'services "lab-head-svc" not found'),
+        (503, 'no endpoints available for service "http:lab-head-svc:8265"'),
+        (503, "error trying to reach service: dial tcp 10.0.0.1:8265: connect: connection refused"),
+        (500, "error trying to reach service: EOF"),
+    ],
+)
+def test_a_service_that_is_gone_is_no_answer_of_rays(tmp_path: Path, code: int, message: str) -> None:
+    error = answered(tmp_path, code, status(code, message))
+    assert isinstance(error, NoAnswer) and error.because == message
+    assert error.saw == f"the API server's proxy answered {code} to GET /api/jobs/run"
+
+
+def test_a_right_that_is_lacking(tmp_path: Path) -> None:
+    message = (
+        'services "http:lab-head-svc:8265" is forbidden: User "ann" cannot get resource "services/proxy" '
+        'in API group "" in the namespace "ml"'
+    )
+    error = answered(tmp_path, 403, status(403, message))
+    assert isinstance(error, AccessDenied) and "services/proxy" in error.what and "kind: Role" in error.more
+
+
+@pytest.mark.parametrize(
+    ("code", "content"),
+    [
+        (404, b"Job run does not exist"),
+        (403, b"Forbidden: Invalid authentication token"),
+        (401, b"Unauthorized: Missing authentication token"),
+        (500, b'{"result": false, "msg": "Traceback"}'),
+        (404, b'["kind", "Status"]'),
+        (404, b""),
+    ],
+)
+def test_what_ray_answers_is_rays(tmp_path: Path, code: int, content: bytes) -> None:
+    assert answered(tmp_path, code, content) is None

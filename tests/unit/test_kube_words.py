@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from heliostat.backends._kube_words import PLAIN, absent, kind_of, name_pods, tell_pod
+from heliostat.backends._kube_words import PLAIN, absent, judge_object, kind_of, name_pods, tell_pod
 from heliostat.states import NodeState
 from heliostat.store import NodeRecord
 
@@ -148,6 +148,47 @@ def test_kinds() -> None:
     assert kind_of({"metadata": {"name": "bare"}}) == ("worker", None)
 
 
+# -- how the whole is
+
+
+def ray_job(word: str, job: str = "", reason: str = "", message: str = "") -> dict[str, Any]:
+    status = {"jobDeploymentStatus": word, "jobStatus": job, "reason": reason, "message": message}
+    return {"kind": "RayJob", "metadata": {"name": "lab"}, "status": status}
+
+
+LATE = "The RayJob has passed the activeDeadlineSeconds. StartTime: x. ActiveDeadlineSeconds: 40"
+GIVEN_UP = ("Failed", "RUNNING", "JobStatusCheckTimeoutExceeded", "Failed to get job status")
+
+
+@pytest.mark.parametrize(
+    ("made", "exists", "state", "words"),
+    [
+        (ray_job("Running", "RUNNING"), True, "ALLOCATED", ""),
+        (ray_job("Complete", "SUCCEEDED"), True, "ALLOCATED", ""),
+        (ray_job("Failed", "FAILED", "AppFailed", "exit code 3"), True, "ALLOCATED", ""),
+        (
+            ray_job("Failed", "RUNNING", "DeadlineExceeded", LATE),
+            True,
+            "STOPPING",
+            "its time limit has passed",
+        ),
+        (ray_job("Failed", "", "DeadlineExceeded", LATE), True, "FAILED", "its time limit has passed"),
+        (ray_job("Failed", "", "PreRunningDeadlineExceeded", LATE), True, "FAILED", "its time limit has"),
+        (ray_job(*GIVEN_UP), True, "STOPPING", "KubeRay has given it up: Failed to get job status"),
+        (ray_job("Failed", "RUNNING", "DeadlineExceeded", LATE), False, "GONE", "its time limit has passed"),
+        (ray_job("Complete", "SUCCEEDED"), False, "GONE", ""),
+        (ray_job("ValidationFailed", message="no"), False, "FAILED", "no"),
+    ],
+)
+def test_what_an_object_says_of_itself(made: dict[str, Any], exists: bool, state: str, words: str) -> None:
+    seen = judge_object(made, lambda: exists, 1)
+    assert str(seen.state) == state and seen.reason.startswith(words)
+    if state == "GONE":
+        assert seen.words["state"] == ("GONE" if words == "" else "FAILED")
+    made["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+    assert judge_object(made, lambda: exists, 1).state is NodeState.STOPPING
+
+
 # -- how it is
 
 
@@ -207,15 +248,21 @@ SAID: list[tuple[str, Pod, str, str]] = [
         "ErrImagePull: dial tcp 10.0.0.9:443: i/o timeout",
     ),
     (
-        "an image that is not there",
+        "an image that is not there, or not yet",
         pod("a", phase="Pending", **waiting("ErrImagePull", "x/y:1: not found")),
-        "FAILED",
+        "ALLOCATED",
         "ErrImagePull: x/y:1: not found",
+    ),
+    (
+        "a resolver that fails",
+        pod("a", phase="Pending", **waiting("ErrImagePull", "dial tcp: lookup x on 10.0.0.2:53: no such host")),
+        "ALLOCATED",
+        "ErrImagePull: dial tcp: lookup x on 10.0.0.2:53: no such host",
     ),
     (
         "a registry that says no",
         pod("a", phase="Pending", **waiting("ImagePullBackOff", "pull access denied, 401 Unauthorized")),
-        "FAILED",
+        "ALLOCATED",
         "ImagePullBackOff: pull access denied, 401 Unauthorized",
     ),
     (
@@ -229,6 +276,12 @@ SAID: list[tuple[str, Pod, str, str]] = [
         pod("a", phase="Pending", **waiting("InvalidImageName", "couldn't parse")),
         "FAILED",
         "InvalidImageName: couldn't parse",
+    ),
+    (
+        "an image that nobody may pull",
+        pod("a", phase="Pending", **waiting("ErrImageNeverPull", "not present with pull policy of Never")),
+        "FAILED",
+        "ErrImageNeverPull: not present with pull policy of Never",
     ),
     (
         "a Secret that is not there",
@@ -269,7 +322,7 @@ SAID: list[tuple[str, Pod, str, str]] = [
             ],
         ),
         "STARTING",
-        "",
+        "its container was restarted 5 times: it ended with code 1",
     ),
     (
         "evicted",
@@ -342,6 +395,12 @@ def test_ready_is_what_rays_node_table_has(
     assert (told["reason"] != "") == (state == "LOST")
 
 
+def test_a_pod_that_ends_while_its_cluster_goes_on() -> None:
+    """Another takes its place: the node is on its way, whatever Ray's table still has."""
+    told = tell_pod(pod("a", ends=True), frozenset({"10.0.0.1"}), READY, replaced=True)
+    assert (told["state"], told["reason"]) == ("STARTING", "its pod ends, and another takes its place")
+
+
 def test_no_table_makes_a_pod_ready_that_does_not_run() -> None:
     for one in (pod("a", ends=True), pod("a", phase="Failed"), pod("a", phase="Pending")):
         assert tell_pod(one, frozenset({"10.0.0.1"}), READY)["state"] != "READY"
@@ -350,6 +409,22 @@ def test_no_table_makes_a_pod_ready_that_does_not_run() -> None:
 def test_the_rest_of_what_is_told() -> None:
     told = tell_pod(pod("a", "gpu"), None, {})
     assert (told["role"], told["group"], told["ip"], told["host"]) == ("worker", "gpu", "10.0.0.1", "node-1")
+
+
+def test_an_image_that_does_not_come_fails_by_time() -> None:
+    """Whatever the words; the time goes on through the kubelet's pauses and begins anew with another pod."""
+    fails = {
+        reason: pod("a", phase="Pending", **waiting(reason, "x/y:1: not found"))
+        for reason in ("ErrImagePull", "ImagePullBackOff")
+    }
+    making = pod("a", phase="Pending", ip=None, **waiting("ContainerCreating"))
+    told = tell_pod(fails["ErrImagePull"], None, {}, now=1000.0)
+    for later, one in ((30.0, fails["ImagePullBackOff"]), (60.0, making), (119.0, fails["ErrImagePull"])):
+        told = tell_pod(one, None, told, now=1000.0 + later)
+        assert told["state"] == "ALLOCATED" and told["pull_since"] == 1000.0
+    assert tell_pod(fails["ImagePullBackOff"], None, told, now=1121.0)["state"] == "FAILED"
+    assert tell_pod(fails["ImagePullBackOff"], None, {**told, "id": "b"}, now=1121.0)["state"] == "ALLOCATED"
+    assert "pull_since" not in tell_pod(pod("a"), None, told, now=1121.0), "it has come"
 
 
 def test_long_words_are_cut() -> None:

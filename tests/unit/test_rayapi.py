@@ -15,6 +15,7 @@ import pytest
 from heliostat.errors import HeliostatError, NotFoundError
 from heliostat.jobs import Jobs
 from heliostat.rayapi import NoAnswer, RayApi
+from heliostat.states import NodeState
 from unit.ray_server import NODE, TOKEN, Ray, job, serve
 
 
@@ -357,9 +358,13 @@ def test_a_whole_file_that_breaks_is_no_answer(api: RayApi, ray: Ray) -> None:
 def test_one_who_waits_gets_each_byte_once_whatever_breaks(api: RayApi, ray: Ray) -> None:
     ray.log, ray.broken_files = b"0123456789", [4, 0, 7]
     ray.end("FAILED", 3)
+    head = SimpleNamespace(role="head", state=NodeState.READY, reason="")
+    record = SimpleNamespace(nodes={"head": head}, is_over=lambda: False, reason="")
+    view = SimpleNamespace(address="x", record=record, headless=False)
+    store = SimpleNamespace(find=lambda name: None)
     life = SimpleNamespace(
-        api=lambda view: api, find=lambda name: SimpleNamespace(address="x", record=None), store=SimpleNamespace(find=lambda name: None)
-    )  # fmt: skip
+        api=lambda view: api, find=lambda name: view, store=store, platform=lambda record: None
+    )
     got: list[bytes] = []
     assert Jobs(life).wait("lab", "j1", got.append) == 3
     assert b"".join(got) == ray.log

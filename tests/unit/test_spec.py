@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -176,6 +177,19 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"labels": {"a": "x,y=z"}}, "is not a label"),
     ({"labels": {"a": "-x"}}, "is not a label"),
     ({"groups": {"g": {"labels": {"a": "é"}}}}, "is not a label"),
+    ({"labels": {"a": "x/y"}}, "is not a label"),
+    ({"labels": {"a/b/c": "x"}}, "is not a label"),
+    ({"hosts": [{"host": "n", "labels": {"a": "-x"}}]}, "is not a label"),
+    ({"groups": {"g": {"resources": {"half": 0.5}}}}, "`half` cannot be 0.5: Ray counts resources in whole numbers"),
+    ({"groups": {"g": {"resources": {"x": -1}}}}, "`x` cannot be -1: Ray counts resources from 0 on"),
+    ({"groups": {"g": {"resources": {"x": 1e15}}}}, "`x` cannot be 1e+15: Ray counts resources up to 100000000000000"),
+    ({"groups": {"g": {"resources": {"x": float("nan")}}}}, "whole numbers"),
+    ({"groups": {"g": {"resources": {"x": float("inf")}}}}, "whole numbers"),
+    ({"groups": {"g": {"resources": {"CPU": 2}}}}, "`CPU` is one of Ray's own resources: write `cpus`"),
+    ({"groups": {"g": {"resources": {"GPU": 2}}}}, "write `gpus`"),
+    ({"groups": {"g": {"resources": {"memory": 2}}}}, "write `memory`"),
+    ({"groups": {"g": {"resources": {"object_store_memory": 2}}}}, "write `object_store`"),
+    ({"groups": {"g": {"resources": {"node:__internal_head__": 1}}}}, "is one of Ray's own resources"),
     ({"groups": {"g": {"nodes": -1}}}, "greater than or equal to 0"),
     ({"groups": {"g": {"memory": "x"}}}, "is not a size"),
     ({"nodes": 2, "groups": {"g": {"nodes": 2}}}, "`nodes` (2) and `groups` (head and 2 workers) disagree"),
@@ -190,9 +204,81 @@ def test_bad_values(values: dict[str, Any], words: str) -> None:
     assert words in refused(**values)
 
 
-@pytest.mark.parametrize("label", ["", "a", "a.b_c-d", "a" * 63, "kind/x"])
+@pytest.mark.parametrize("label", ["", "a", "a.b_c-d", "a" * 63])
 def test_good_labels(label: str) -> None:
     assert spec(labels={"k": label}).labels == {"k": label}
+
+
+LABEL_KEYS = [
+    "a",
+    "a.b_c-d",
+    "kind/x",
+    "example.org/x",
+    "a" * 63,
+    "a" * 64,
+    "p" * 60 + "/" + "a" * 63,
+    "a/b/c",
+    "a//b",
+    "/a",
+    "a/",
+    "-a",
+    "a b",
+    "é",
+    "",
+    "a..b/x",
+    "-a/x",
+]
+VALUES = ["", "a", "a.b_c-d", "x/y", "a" * 63, "a" * 64, "-x", "x-", "a b", "é"]
+AMOUNTS = [0, 1, 2.0, 0.5, 1.5, -1, -0.5, 100e12, 100e12 + 1, 1e15, float("nan"), float("inf")]
+NAMES = [
+    "x",
+    "CPU",
+    "GPU",
+    "memory",
+    "object_store_memory",
+    "node:__internal_head__",
+    "cpu",
+    "TPU",
+    "a b",
+    "accelerator_type:A100",
+]
+
+
+def refuses(check: Callable[[], object]) -> bool:
+    try:
+        check()
+    except (ValueError, AssertionError):
+        return True
+    return False
+
+
+@pytest.mark.needs_ray
+def test_labels_are_refused_as_ray_refuses_them() -> None:
+    """Against the code behind `ray start --labels`."""
+    from ray._private.label_utils import validate_node_label_syntax
+
+    for key, value in [*((key, "v") for key in LABEL_KEYS), *(("k", value) for value in VALUES)]:
+        rays = refuses(lambda: validate_node_label_syntax({key: value}))  # noqa: B023
+        assert refuses(lambda: spec(labels={key: value})) == rays, (key, value)  # noqa: B023
+
+
+@pytest.mark.needs_ray
+def test_resources_are_refused_as_ray_refuses_them() -> None:
+    """Against the code behind `ray start --resources`, which ends in the middle of a start."""
+    from ray._private.parameter import RayParams
+    from ray._private.resource_and_label_spec import ResourceAndLabelSpec
+
+    def start(name: str, amount: float) -> None:
+        RayParams(resources={name: amount})
+        made = ResourceAndLabelSpec(1, 0, 1e9, 1e9, {name: amount}, {})
+        made._resolve_resources(is_head=True, node_ip_address="127.0.0.1")
+        made._is_resolved = True
+        made.to_resource_dict()
+
+    for name, amount in [*(("x", amount) for amount in AMOUNTS), *((name, 1.0) for name in NAMES)]:
+        rays = refuses(lambda: start(name, amount))  # noqa: B023
+        ours = refuses(lambda: spec(groups={"g": {"resources": {name: amount}}}))  # noqa: B023
+        assert ours == rays, (name, amount)
 
 
 def test_numbers_in_labels_are_words() -> None:

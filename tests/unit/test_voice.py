@@ -393,6 +393,7 @@ CASES: dict[str, Case] = {
     "bad-ports": case("up --dry-run", with_file("network: {ports: 80-90}\n")),
     "bad-labels": case("up --dry-run --labels nonsense"),
     "bad-label": case("up --dry-run --labels ray.io/x=1"),
+    "bad-resource": case("up --dry-run", with_file("groups: {g: {resources: {half: 0.5}}}\n")),
     "two-environments": case("up --dry-run --venv a --conda b"),
     "container-without-image": case("up --dry-run --container x.sif"),
     "stage-without-venv": case("up --dry-run", with_file("environment: {stage: local}\n")),

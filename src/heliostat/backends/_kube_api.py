@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode, urlsplit
 
-from heliostat.errors import HeliostatError, Refused, UsageError
+from heliostat.errors import AccessDenied, HeliostatError, Refused, UsageError
 from heliostat.ownership import temp_directory
 
 if TYPE_CHECKING:
@@ -62,6 +62,10 @@ class NotThere(Refused):
 
 class InTheWay(Refused):
     """409: another object has the name, or somebody was faster."""
+
+
+class Invalid(Refused):
+    """422: the object would not be valid, or a `test` of a JSON patch failed."""
 
 
 def role(namespace: str) -> str:
@@ -222,6 +226,26 @@ class Api:
         except ValueError:
             return data.decode("utf-8", "replace")
 
+    def delete(self, path: str, uid: str, **options: Any) -> None:
+        """Deletes this one object. One that is gone, or whose name another object has by now, is left alone.
+
+        The options are the request's body: where there is one, the server ignores those of the query."""
+        body = {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": {"uid": uid}, **options}
+        try:
+            self.call("DELETE", path, body)
+        except NotThere:
+            return
+        except InTheWay:
+            if self.uid_of(path) == uid:
+                raise
+
+    def uid_of(self, path: str) -> str | None:
+        """The uid of the object that has this path now; None: there is none."""
+        try:
+            return str(self.call("GET", path)["metadata"]["uid"])
+        except NotThere:
+            return None
+
     def raw(
         self,
         method: str,
@@ -343,7 +367,7 @@ class Api:
             return Silent(
                 f"the Kubernetes cluster `{self.context}` cannot answer now", because=words, saw=saw
             )
-        kinds: dict[int, type[HeliostatError]] = {404: NotThere, 409: InTheWay}
+        kinds: dict[int, type[HeliostatError]] = {404: NotThere, 409: InTheWay, 422: Invalid}
         return kinds.get(status, Refused)("Kubernetes said no", because=words, saw=saw)
 
     def _forbidden(self, words: str, saw: str) -> Refused:
@@ -352,7 +376,7 @@ class Api:
             return Refused("Kubernetes said no", because=words, saw=saw)
         verb, resource, namespace = found.groups()
         where = f" in the namespace `{namespace}`" if namespace else ""
-        return Refused(
+        return AccessDenied(
             f"your role may not {verb} `{resource}`{where}",
             because=words,
             saw=saw,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode
 
 from heliostat.backends import _kube_api as kube
-from heliostat.errors import HeliostatError
+from heliostat.errors import AccessDenied, HeliostatError
 from heliostat.transport import Completed
 
 if TYPE_CHECKING:
@@ -18,7 +19,11 @@ RAY_LOGS = ("raylet.out", "raylet.err")
 HEAD_LOGS = ("gcs_server.out", "gcs_server.err", "monitor.log", "dashboard.log")
 PROTOCOL = "v4.channel.k8s.io"
 OUT, ERR, END = 1, 2, 3  # channels
-_last: dict[tuple[str, str], bytes] = {}  # (pod, container): the time of the last line that we have
+STAMP = re.compile(rb"\d{4}-\d\d-\d\dT[\d:.]+(Z|[+-]\d\d:\d\d)")
+_last: dict[
+    tuple[str, str, int], bytes
+] = {}  # (pod, container, life): the time of the last line that we have
+_whole: set[tuple[str, str, int]] = set()  # lives that are over, and whose log we have
 
 
 def pod_logs(
@@ -32,11 +37,17 @@ def pod_logs(
     except kube.NotThere:
         return found
     for container in (*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())):
-        name = container["name"]
-        found[f"{name}.log"] = _container(api, place, told["id"], name, known.get(f"{name}.log", 0))
-        before = f"{name}.previous.log"
-        if container.get("restartCount") and not known.get(before):
-            found[before] = _ask(api, place, {"container": name, "previous": "true"})
+        name, life = container["name"], int(container.get("restartCount") or 0)
+        now = log_name(name, life)
+        found[now] = _container(api, place, (told["id"], name, life), known.get(now, 0))
+        running = (container.get("state") or {}).get("running")
+        if (
+            life and running and (told["id"], name, life - 1) not in _whole
+        ):  # else `previous` is this life again
+            before = log_name(name, life - 1)
+            lines = _stamped(_ask(api, place, {"container": name, "previous": "true", "timestamps": "true"}))
+            found[before] = b"".join(text for _, text in lines)[known.get(before, 0) :]
+            _whole.add((told["id"], name, life - 1))
     if ray:
         for name in (*RAY_LOGS, *(HEAD_LOGS if told.get("role") == "head" else ())):
             whole = ray.log(str(told["ip"]), name)
@@ -44,23 +55,34 @@ def pod_logs(
     return found
 
 
-def _container(api: kube.Api, place: str, pod: str, name: str, known: int) -> bytes:
+def log_name(container: str, life: int) -> str:
+    """Each life of a container has a file of its own."""
+    return f"{container}.restart-{life}.log" if life else f"{container}.log"
+
+
+def _container(api: kube.Api, place: str, key: tuple[str, str, int], known: int) -> bytes:
     """Whoever has begun is given what came since; whoever begins anew, the whole."""
-    since = _last.get((pod, name))
-    query = {"container": name, "timestamps": "true", **({"sinceTime": since.decode()} if since else {})}
-    lines = _ask(api, place, query).splitlines(keepends=True)
-    stamped = [line.partition(b" ") for line in lines]
-    if stamped:
-        _last[pod, name] = max(stamp for stamp, _, _ in stamped)
+    since = _last.get(key)
+    query = {"container": key[1], "timestamps": "true", **({"sinceTime": since.decode()} if since else {})}
+    lines = _stamped(_ask(api, place, query))
+    if lines:
+        _last[key] = max(stamp for stamp, _ in lines)
     if since:
-        return b"".join(text for stamp, _, text in stamped if stamp > since)
-    return b"".join(text for _, _, text in stamped)[known:]
+        return b"".join(text for stamp, text in lines if stamp > since)
+    return b"".join(text for _, text in lines)[known:]
+
+
+def _stamped(data: bytes) -> list[tuple[bytes, bytes]]:
+    """(time, line) of what the container wrote. The kubelet may answer with an error of its own in place of a log that it
+    has lost: that has no time before it."""
+    parts = (line.partition(b" ") for line in data.splitlines(keepends=True))
+    return [(stamp, text) for stamp, _, text in parts if STAMP.fullmatch(stamp)]
 
 
 def _ask(api: kube.Api, place: str, query: Mapping[str, str]) -> bytes:
     try:
         return api.raw("GET", f"{place}/log", query=query, seconds=120.0)
-    except kube.Silent:
+    except (kube.Silent, AccessDenied):
         raise
     except HeliostatError:  # a container that has not begun has no log
         return b""
@@ -102,16 +124,18 @@ def run_in_pod(
     finally:
         socket.close()
     out, err = (said[channel].decode("utf-8", "replace") for channel in (OUT, ERR))
-    return Completed(tuple(argv), _code(said[END]), out, err)
+    code, words = _outcome(said[END])
+    return Completed(tuple(argv), code, out, f"{err}{words}\n" if words else err)
 
 
-def _code(status: bytes) -> int:
+def _outcome(status: bytes) -> tuple[int, str]:
+    """(exit code, the kubelet's sentence where it has none: the command did not run)."""
     try:
         document = json.loads(status)
     except ValueError:
-        return 255
+        return 255, "the connection ended before the command did"
     if document.get("status") == "Success":
-        return 0
+        return 0, ""
     causes = (document.get("details") or {}).get("causes") or ()
     codes = [cause["message"] for cause in causes if cause.get("reason") == "ExitCode"]
-    return int(codes[0]) if codes else 255
+    return (int(codes[0]), "") if codes else (255, str(document.get("message") or "it did not run"))

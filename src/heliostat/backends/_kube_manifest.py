@@ -48,6 +48,10 @@ def manifest(
     if options.annotations:
         metadata["annotations"] = dict(options.annotations)
     kind, cluster = "RayCluster", _cluster(spec, options, groups)
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        if ours and "template" in group:  # so that pods can be found whose cluster is gone
+            about = group["template"].setdefault("metadata", {})
+            about["labels"] = {**(about.get("labels") or {}), **ours}
     if run:
         deadline = {"activeDeadlineSeconds": spec.time} if spec.time else {}
         kind, cluster = "RayJob", {
@@ -103,7 +107,7 @@ def _group(spec: ClusterSpec, options: Options, member: Member, start: dict[str,
     if member.labels:
         found["labels"] = dict(member.labels)
     if member.resources:
-        found["resources"] = {name: f"{amount:g}" for name, amount in member.resources.items()}
+        found["resources"] = {name: str(int(amount)) for name, amount in member.resources.items()}
     template: dict[str, Any] = {"spec": merge(_pod(spec, options, member), _named(options.pod, member))}
     about = {"labels": dict(options.labels), "annotations": dict(options.annotations)}
     about = {key: value for key, value in about.items() if value}
@@ -307,6 +311,14 @@ def _group_problems(where: str, group: Mapping[str, Any], elastic: bool) -> Iter
             f"the resources of `{where}` are given twice",
             f"in `resources` and as {', '.join(sorted(sized))}",
         )
+    for name in group.get("resources") or ():
+        if re.fullmatch(r"cpu|memory|.*gpu|.*nvidia\.com/mig-\d+g\.\d+gb", name.lower()):
+            yield (
+                f"`{name}` cannot be a resource of `{where}` on `kubernetes`",
+                "KubeRay takes the name for CPUs, memory or GPUs of the pod",
+            )
+        if "'" in name:
+            yield f"`{name}` cannot be a resource of `{where}`", "KubeRay writes it between such quotes"
     if "labels" in start:
         yield f"labels of `{where}` are given to `ray start`", "write them as `labels`"
     for key, value in (group.get("labels") or {}).items():

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import json
 import re
 import socket
 import threading
@@ -46,6 +47,33 @@ def _stop(end: list[Callable[[], object]], thread: threading.Thread) -> None:
         for tell in end:
             tell()
     thread.join(5)
+
+
+def proxy_error(
+    api: Api, name: str, method: str, path: str, status: int, content: bytes
+) -> HeliostatError | None:
+    """The error for an answer of the API server itself, which is a Status document; None: it is Ray's own answer.
+
+    The proxy answers 404 where the Service is gone and 503 where no pod is behind it: nothing of that is known to Ray."""
+    try:
+        document = json.loads(content)
+    except ValueError:
+        return None
+    if not isinstance(document, dict) or (document.get("kind"), document.get("apiVersion")) != (
+        "Status",
+        "v1",
+    ):
+        return None
+    if status in (401, 403):
+        return api.said_no(method, f"services/proxy{path}", status, content)
+    from heliostat.rayapi import NoAnswer
+
+    return NoAnswer(
+        f"the dashboard of `{name}` is not reached",
+        because=" ".join(str(document.get("message") or "").split())[:300],
+        saw=f"the API server's proxy answered {status} to {method} {path}",
+        hint=f"heliostat status {name.rpartition('/')[2]}",
+    )
 
 
 async def _serve(listener: socket.socket, api: Api, path: str, end: list[Callable[[], object]]) -> None:

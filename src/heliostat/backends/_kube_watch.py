@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from heliostat.backends import _kube_api as kube
@@ -16,13 +16,18 @@ Object = Mapping[str, Any]
 
 
 class Cluster:
-    def __init__(self, api: kube.Api, namespace: str, plural: str, name: str, uid: str) -> None:
+    def __init__(
+        self, api: kube.Api, namespace: str, plural: str, name: str, uid: str, mark: str | None = None
+    ) -> None:
+        self.mark = mark  # the id in the label of all that is made for it
         self.api, self.namespace, self.plural, self.name, self.uid = api, namespace, plural, name, uid
         self.place = f"{kube.RAY}/namespaces/{namespace}/{plural}"
         self.path = f"{self.place}/{name}"
         self.token: str | None = None
         self.asks_token = True
         self._ray: str | None = name if plural == "rayclusters" else None
+        # of its RayCluster; KubeRay makes that of a RayJob anew, under its name, where somebody deletes it
+        self._ray_uids = {uid} if plural == "rayclusters" else set()
         self._looked = -AGAIN_S
         self._watches: list[_Watch] = []
         self._warned: tuple[float, list[Object]] = (-WARNINGS_S, [])
@@ -68,10 +73,35 @@ class Cluster:
     def exists(self) -> bool:
         """The RayCluster of a RayJob, which may be gone before its job is."""
         try:
-            self.api.call("GET", f"{kube.RAY}/namespaces/{self.namespace}/rayclusters/{self._ray}")
+            found = self.api.call("GET", f"{kube.RAY}/namespaces/{self.namespace}/rayclusters/{self._ray}")
         except kube.NotThere:
             return False
+        uid = str(found["metadata"]["uid"])
+        if self.uid not in (uid, *owners(found)):
+            return False
+        if uid not in self._ray_uids:
+            self._ray_uids.add(uid)
+            self.token = None  # each has its own
         return True
+
+    def _own(self, pods: Iterable[Object]) -> list[Object]:
+        """The pods whose owner is our RayCluster: pods of another cluster of that name have the same label.
+
+        A RayJob's RayCluster may be gone before we have seen its uid. Its name is the operator's choice and does not come
+        back, so what has its label then was its own."""
+        found = list(pods)
+        strange = [pod for pod in found if not self._ray_uids.intersection(owners(pod))]
+        if self.plural == "rayjobs" and strange and not self.exists() and not self._ray_uids:
+            return found
+        return [pod for pod in found if self._ray_uids.intersection(owners(pod))]
+
+    def delete_pod(self, name: str, **options: Any) -> None:
+        """Deletes one pod of ours, known by its uid."""
+        path = f"/api/v1/namespaces/{self.namespace}/pods/{name}"
+        pod = self.api.call("GET", path)
+        if not self._own([pod]):
+            raise kube.NotThere(f"`{name}` is not a pod of `{self.name}`", saw=path)
+        self.api.delete(path, str(pod["metadata"]["uid"]), **options)
 
     @property
     def _pods(self) -> tuple[str, dict[str, str]]:
@@ -81,7 +111,20 @@ class Cluster:
         if self._ray is None:
             return []
         path, query = self._pods
-        return list(self.api.call("GET", path, query=query)["items"])
+        return self._own(self.api.call("GET", path, query=query)["items"])
+
+    def remaining_pods(self) -> list[Object]:
+        """Its pods, also where the object itself is gone: a machine that does not answer keeps them.
+
+        Of a RayJob that is gone nobody can ask which RayCluster it had. Its pods have our label; those of a copy that somebody
+        made of it have that too, but a RayCluster that lives and is not ours."""
+        if self._ray or not self.mark:
+            return self.list_pods()
+        query = {"labelSelector": f"{kube.LABEL}={self.mark}"}
+        clusters = self.api.call("GET", f"{kube.RAY}/namespaces/{self.namespace}/rayclusters", query=query)
+        others = {one["metadata"]["uid"] for one in clusters["items"] if self.uid not in owners(one)}
+        pods = self.api.call("GET", f"/api/v1/namespaces/{self.namespace}/pods", query=query)["items"]
+        return [pod for pod in pods if not others.intersection(owners(pod))]
 
     def look(self) -> tuple[Object | None, list[Object]]:
         """(the object, its pods)."""
@@ -90,7 +133,7 @@ class Cluster:
             self.close()
         if len(self._watches) == 2 and all(watch.synced for watch in self._watches):
             first, pods = self._watches
-            return self._mine(first.items.get(self.name)), list(pods.items.values())
+            return self._mine(first.items.get(self.name)), self._own(pods.items.values())
         made = self.fetch()
         found = (made, self.list_pods() if made else [])
         if again and made and self._ray and not self._watches:
@@ -136,6 +179,11 @@ class Cluster:
         for watch in self._watches:
             watch.closed = True
         self._watches = []
+
+
+def owners(made: Object) -> list[str]:
+    """The uids of the objects that own this one."""
+    return [str(owner["uid"]) for owner in made["metadata"].get("ownerReferences") or ()]
 
 
 def _time(event: Object) -> str:

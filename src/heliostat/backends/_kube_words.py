@@ -2,25 +2,58 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from datetime import datetime
 from typing import Any
 
+from heliostat.backends.base import Observation
+from heliostat.states import NodeState
 from heliostat.store import NodeRecord
+
+N = NodeState
 
 PLAIN = "workers"  # the group of workers that have none
 
-# the kubelet goes on trying, but these do not get better by it
-HOPELESS = re.compile(
-    r"not found|no such|manifest unknown|access denied|unauthorized|authentication required|"
-    r"does not exist|couldn't parse image|invalid reference|name unknown",
-    re.IGNORECASE,
+# the kubelet's reasons for a container without its image. It goes on trying; what went wrong it has as free text only, in
+# which a resolver's `no such host` and a registry's `not found` look alike: so time decides
+PULLING = (
+    *("ErrImagePull", "ImagePullBackOff", "ImageInspectError"),
+    *("RegistryUnavailable", "SignatureValidationFailed"),
 )
-PULLING = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ImageInspectError", "ErrImageNeverPull")
+UNUSABLE = ("InvalidImageName", "ErrImageNeverPull")  # no attempt can make these better
+PULL_S = 120.0  # four attempts of the kubelet, whose pauses grow from 10 s on
 BROKEN = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError")
 CRASHES = 2  # so often a container may end before it is called a failure
 
+# how a job ended, as its RayJob says, and the exit code that this tells of
+ENDED = {"SUCCEEDED": 0, "FAILED": 1, "STOPPED": None}
+
 Pod = Mapping[str, Any]
+
+
+def judge_object(made: Mapping[str, Any], exists: Callable[[], bool], launch: int) -> Observation:
+    """What a RayCluster or RayJob says of itself as a whole. exists: whether the RayCluster of a RayJob is there."""
+    status = made.get("status") or {}
+    word = str(status.get("jobDeploymentStatus") or status.get("state") or "")
+    reason = " ".join(str(status.get("message") or status.get("reason") or "").split())[:300]
+    if "deletionTimestamp" in made["metadata"]:
+        return Observation(N.STOPPING, "somebody has deleted it", word)
+    if word == "ValidationFailed":
+        return Observation(N.FAILED, reason or "KubeRay refused it", word)
+    if made["kind"] != "RayJob" or word not in ("Complete", "Failed"):
+        return Observation(N.ALLOCATED, "", word)
+    job = str(status.get("jobStatus") or "")
+    if word == "Failed" and job not in ENDED:
+        late = str(status.get("reason") or "").endswith("DeadlineExceeded")
+        reason = f"{'its time limit has passed' if late else 'KubeRay has given it up'}: {reason}"
+    if exists():
+        if word == "Complete" or job in ENDED:
+            # what it left can be had until KubeRay deletes the cluster
+            return Observation(N.ALLOCATED, "", word)
+        return Observation(N.STOPPING if job else N.FAILED, reason, word)
+    # ended by itself, as it was meant to: that is its last word
+    words = {"state": "GONE" if job in ENDED else "FAILED", "reason": reason or "its job has ended"}
+    return Observation(N.GONE, reason, word, {**words, "launch": launch, "exit_code": ENDED.get(job)})
 
 
 def name_pods(
@@ -70,16 +103,28 @@ def kind_of(pod: Pod) -> tuple[str, str | None]:
     return "worker", None if group == PLAIN else group
 
 
-def tell_pod(pod: Pod, alive: Collection[str] | None, before: Mapping[str, Any]) -> dict[str, Any]:
-    """How the node of this pod is. alive: the addresses in Ray's node table; None: Ray did not answer."""
+def tell_pod(
+    pod: Pod,
+    alive: Collection[str] | None,
+    before: Mapping[str, Any],
+    *,
+    replaced: bool = False,
+    now: float = 0.0,
+) -> dict[str, Any]:
+    """How the node of this pod is. alive: the addresses in Ray's node table; None: Ray did not answer. before: what was told
+    of the node last. replaced: KubeRay puts another pod in the place of one that ends, because the cluster goes on and wants
+    the node."""
     status = pod.get("status") or {}
-    state, reason = _judge(pod, status)
     ip = status.get("podIP")
     same = before.get("id") == pod["metadata"]["name"]
-    if state == "STARTING" and alive is None and same and before.get("state") in ("READY", "LOST"):
-        state, reason = str(before["state"]), str(before.get("reason") or "")
+    pull_since = _pull_since(status, before if same else {}, now)
+    state, reason = _judge(pod, status, now - pull_since if pull_since else 0.0)
+    if _ends(pod) and replaced:
+        state, reason = "STARTING", "its pod ends, and another takes its place"
+    elif state == "STARTING" and alive is None and same and before.get("state") in ("READY", "LOST"):
+        state, reason = str(before["state"]), reason or str(before.get("reason") or "")
     elif state == "STARTING" and alive and ip in alive:
-        state, reason = "READY", ""
+        state = "READY"
     elif state == "STARTING" and alive is not None and same and before.get("state") in ("READY", "LOST"):
         state, reason = "LOST", reason or "Ray does not hear it"
     role, group = kind_of(pod)
@@ -91,10 +136,42 @@ def tell_pod(pod: Pod, alive: Collection[str] | None, before: Mapping[str, Any])
         "ip": ip,
         "host": (pod.get("spec") or {}).get("nodeName"),
         "id": pod["metadata"]["name"],
+        **({"pull_since": pull_since} if pull_since else {}),
+        **_restarts(status),
     }
 
 
-def _judge(pod: Pod, status: Mapping[str, Any]) -> tuple[str, str]:
+def _restarts(status: Mapping[str, Any]) -> dict[str, Any]:
+    """Of containers that the kubelet has started again in their pod: how often, when the last one ended, and a sentence."""
+    rows = [row for row in status.get("containerStatuses") or () if row.get("restartCount")]
+    if not rows:
+        return {}
+
+    def ended(row: Mapping[str, Any]) -> Mapping[str, Any]:
+        return (row.get("lastState") or {}).get("terminated") or {}
+
+    last = max(rows, key=lambda row: str(ended(row).get("finishedAt") or ""))
+    count = sum(int(row["restartCount"]) for row in rows)
+    name = "its container" if str(last["name"]).startswith("ray-") else f"its container `{last['name']}`"
+    often = "once" if count == 1 else f"{count} times"
+    why = f": it ended{_why(ended(last))}" if ended(last) else ""
+    at = ended(last).get("finishedAt")
+    since = datetime.fromisoformat(str(at).replace("Z", "+00:00")).timestamp() if at else 0.0
+    return {"restarts": count, "restarted": since, "restart": f"{name} was restarted {often}{why}"}
+
+
+def _pull_since(status: Mapping[str, Any], before: Mapping[str, Any], now: float) -> float | None:
+    """When its image was first seen not to come; None: it has come, or nobody has failed to get it."""
+    rows = (*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ()))
+    fails = any(((row.get("state") or {}).get("waiting") or {}).get("reason") in PULLING for row in rows)
+    if not fails and status.get("phase") != "Pending":
+        return None
+    known = before.get("pull_since")
+    return float(known) if known else (now if fails else None)
+
+
+def _judge(pod: Pod, status: Mapping[str, Any], pull_s: float) -> tuple[str, str]:
+    """pull_s: how long its image has failed to come."""
     phase = status.get("phase") or "Pending"
     conditions = {c["type"]: c for c in status.get("conditions") or ()}
     if _ends(pod):
@@ -107,11 +184,11 @@ def _judge(pod: Pod, status: Mapping[str, Any]) -> tuple[str, str]:
         return "QUEUED", f"{scheduled.get('reason', 'Unschedulable')}: {words}"[:300]
     containers = status.get("containerStatuses") or ()
     for container in (*(status.get("initContainerStatuses") or ()), *containers):
-        found = _container(container)
+        found = _container(container, pull_s)
         if found:
             return found
     if phase == "Running":
-        return "STARTING", ""
+        return "STARTING", str(_restarts(status).get("restart") or "")
     if (pod.get("spec") or {}).get("nodeName"):
         inits = status.get("initContainerStatuses") or ()
         waits = any((c.get("state") or {}).get("running") for c in inits)
@@ -119,13 +196,13 @@ def _judge(pod: Pod, status: Mapping[str, Any]) -> tuple[str, str]:
     return "QUEUED", "waits for a machine"
 
 
-def _container(status: Mapping[str, Any]) -> tuple[str, str] | None:
+def _container(status: Mapping[str, Any], pull_s: float) -> tuple[str, str] | None:
     """A container that keeps the pod from running."""
     waiting = (status.get("state") or {}).get("waiting") or {}
     reason, words = str(waiting.get("reason") or ""), str(waiting.get("message") or "")
     last = ((status.get("lastState") or {}).get("terminated")) or {}
-    if reason in PULLING:
-        hopeless = reason == "InvalidImageName" or HOPELESS.search(words)
+    if reason in PULLING or reason in UNUSABLE:
+        hopeless = reason in UNUSABLE or pull_s > PULL_S
         told = f"{reason}: {words or status.get('image', '')}"[:300]
         return ("FAILED" if hopeless else "ALLOCATED"), told
     if reason in BROKEN:

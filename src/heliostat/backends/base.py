@@ -105,6 +105,7 @@ class Check:
     verdict: str  # "ok", "warn" or "fail"
     found: str
     hint: str = ""
+    more: str = ""  # what the hint speaks of, where that is a whole file
 
 
 @dataclass(frozen=True)
@@ -119,13 +120,21 @@ class Question:
     bad: str = "fail"  # the verdict where it is not well; "": it is only told
 
     def answer(
-        self, good: bool, found: str, *, bad: str | None = None, hint: str | None = None, **fields: Any
+        self,
+        good: bool,
+        found: str,
+        *,
+        bad: str | None = None,
+        hint: str | None = None,
+        more: str = "",
+        **fields: Any,
     ) -> Check:
         """`bad`, `hint`: in place of ours, where the answer itself knows better."""
         name = self.name.format(**fields)
         if good:
             return Check(name, "ok", found)
-        return Check(name, bad or self.bad, found, self.hint.format(**fields) if hint is None else hint)
+        said = self.hint.format(**fields) if hint is None else hint
+        return Check(name, bad or self.bad, found, said, more)
 
 
 def by_name(*asked: Question) -> dict[str, Question]:
@@ -138,7 +147,7 @@ class Told:
     """What is known of a cluster whose Ray the platform starts: what our own agents write into its folder elsewhere.
 
     nodes: by our name for it, {"state", "reason", "role", "group", "ip", "host", "id": its machine's own name}; more than were asked for where they come
-    with demand. connection: as `connection.json`, once Ray's dashboard can be asked. token: where the platform made it."""
+    with demand. Where something of a node was restarted in place: "restarts" (how often), "restarted" (when), "restart" (a sentence). connection: as `connection.json`, once Ray's dashboard can be asked. token: where the platform made it."""
 
     nodes: Mapping[str, Mapping[str, Any]]
     connection: Mapping[str, Any] | None = None
@@ -224,6 +233,10 @@ class Platform(Backend, Protocol):
         self, handle: Handle, node: str, told: Mapping[str, Any], known: Mapping[str, int], host: Transport
     ) -> Mapping[str, bytes]:
         """What the node's logs have beyond the bytes that are known of each, by file name. told: of `tell`."""
+        ...
+
+    def limited_command(self, handle: Handle, argv: Sequence[str], host: Transport) -> Sequence[str]:
+        """The command of a `run`, so that it ends at the cluster's time limit; as it is where the platform sees to that."""
         ...
 
     def started_job(self, handle: Handle, job: str, host: Transport) -> None:

@@ -9,16 +9,17 @@ from __future__ import annotations
 import base64
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from heliostat.backends import _kube_api as kube
+from heliostat.backends._kube_checks import QUESTIONS, checks
 from heliostat.backends._kube_logs import pod_logs, run_in_pod
 from heliostat.backends._kube_options import Options
 from heliostat.backends._kube_watch import Cluster
-from heliostat.backends._kube_words import PLAIN, absent, name_pods, tell_pod
+from heliostat.backends._kube_words import PLAIN, absent, judge_object, name_pods, tell_pod
 from heliostat.backends.base import (
     Check,
     File,
@@ -29,9 +30,8 @@ from heliostat.backends.base import (
     Question,
     Step,
     Told,
-    by_name,
 )
-from heliostat.errors import HeliostatError, UsageError
+from heliostat.errors import DeadlineError, HeliostatError, NotFoundError, Refused, UsageError
 from heliostat.states import NodeState
 from heliostat.transport import Completed
 
@@ -43,9 +43,12 @@ if TYPE_CHECKING:
 
 N = NodeState
 END_S = 180.0  # a pod has 30 s to end, and a busy operator is slow
+GRACE_S = 10.0  # from SIGTERM to SIGKILL at the time limit of a `run`
 OPERATOR_S = 20.0  # an operator that has not looked by then may not be there
 TABLE_S = 5.0  # between two looks at Ray's node table when nothing is expected to change
 DASHBOARD = 8265
+# a program that is not there has no exit code for the kubelet, but one for a shell; KubeRay starts Ray by this one
+SHELL = ("/bin/bash", "-c", 'exec "$@"', "bash")
 PLURALS = {"RayCluster": "rayclusters", "RayJob": "rayjobs"}
 
 
@@ -116,7 +119,11 @@ class Kubernetes:
                     because=error.because,
                     hint="choose another with --name, or another namespace",
                 ) from None
-        yield _handle(api, namespace, made, plan.steps[0].nodes)
+        handle = _handle(api, namespace, made, plan.steps[0].nodes)
+        if kind == "RayJob" and order.spec.time:  # by our own clock: the server's may differ
+            limit = {"limit": order.spec.time, "until": time.time() + order.spec.time}
+            handle = replace(handle, detail={**handle.detail, **limit})
+        yield handle
 
     def strays(self, mark: str | None, spec: ClusterSpec, host: Transport) -> list[Handle]:
         from heliostat.spec import members
@@ -131,7 +138,8 @@ class Kubernetes:
             found += [
                 _handle(api, namespace, {"kind": kind, **item}, tuple(m.name for m in members(spec)))
                 for item in listed["items"]
-                if mark or item["metadata"]["name"] == spec.cluster_name
+                if item["metadata"]["name"]
+                == spec.cluster_name  # a copy under another name has our label too
             ]
         return found
 
@@ -146,55 +154,32 @@ class Kubernetes:
             return Observation(N.UNKNOWN, str(error))
         if made is None:
             return Observation(N.GONE, "somebody has deleted it")
-        status = made.get("status") or {}
-        word = str(status.get("jobDeploymentStatus") or status.get("state") or "")
-        said = " ".join(str(status.get("message") or status.get("reason") or "").split())[:300]
-        if word == "ValidationFailed":
-            return Observation(N.FAILED, said or "KubeRay refused it", word)
-        if made["kind"] == "RayJob" and word in ("Complete", "Failed") and not cluster.exists():
-            # ended by itself, as it was meant to: that is its last word
-            state = "GONE" if status.get("jobStatus") in ("SUCCEEDED", "FAILED", "STOPPED") else "FAILED"
-            code = {"SUCCEEDED": 0, "FAILED": 1}.get(str(status.get("jobStatus")))
-            words = {"state": state, "reason": said or "its job has ended", "launch": handle.detail["launch"]}
-            return Observation(N.GONE, said, word, {**words, "exit_code": code})
-        return Observation(N.ALLOCATED, "", word)
+        return judge_object(made, cluster.exists, int(handle.detail["launch"]))
 
     def cancel(self, handles: Sequence[Handle], host: Transport, *, now: bool = False) -> None:
         for handle in handles:
             self._cluster(handle).close()
             self._delete(handle, now)
         for handle in handles:
-            self._wait_gone(handle)
+            self._wait_gone(handle, now)
 
     def _delete(self, handle: Handle, now: bool) -> None:
+        """By uid: somebody may have deleted ours and made another object of that name."""
         api, cluster = _api(handle), self._cluster(handle)
-        pods = cluster.list_pods() if now else []
-        try:
-            api.call("DELETE", cluster.path, query={"propagationPolicy": "Background"})
-        except kube.NotThere:
-            pass
+        pods = cluster.remaining_pods() if now else []
+        api.delete(cluster.path, cluster.uid, propagationPolicy="Background")
         for pod in pods:
             place = f"/api/v1/namespaces/{cluster.namespace}/pods/{pod['metadata']['name']}"
-            try:
-                api.call("DELETE", place, query={"gracePeriodSeconds": 0})
-            except kube.NotThere:
-                pass
+            api.delete(place, str(pod["metadata"]["uid"]), gracePeriodSeconds=0)
 
-    def _wait_gone(self, handle: Handle) -> None:
+    def _wait_gone(self, handle: Handle, now: bool) -> None:
         cluster, deadline, pause = self._cluster(handle), time.monotonic() + END_S, 0.1
         while True:
-            made, pods = cluster.fetch(), cluster.list_pods()
+            made, pods = cluster.fetch(), cluster.remaining_pods()
             if made is None and not pods:
                 return
             if time.monotonic() > deadline:
-                left = [pod["metadata"]["name"] for pod in pods] + ([handle.native_id] if made else [])
-                held = (made or {}).get("metadata", {}).get("finalizers")
-                raise HeliostatError(
-                    f"`{handle.native_id}` could not be deleted whole",
-                    because=f"still there after {END_S:.0f} s: {', '.join(left)}"
-                    + (f"; finalizers: {', '.join(held)}" if held else ""),
-                    hint=f"kubectl -n {cluster.namespace} describe {handle.detail['object'].lower()} {cluster.name}",
-                )
+                raise _still_there(handle, made, pods, now)
             time.sleep(pause)
             pause = min(1.0, pause * 1.5)
 
@@ -221,13 +206,16 @@ class Kubernetes:
         token = self._token(handle, cluster, made)
         alive = self._table(handle, cluster, named, before, token)
         events = cluster.warnings() if None in named.values() else []
+        own = {node.name for node in nodes} if not made["spec"].get("suspend") else set()
         told: dict[str, Mapping[str, Any]] = {}
         for name, pod in named.items():
             if pod is None:
                 node = next(node for node in nodes if node.name == name)
                 told[name] = {**self._absent(made, events), "role": node.role, "group": node.group}
             else:
-                told[name] = tell_pod(pod, alive, before.get(name) or {})
+                told[name] = tell_pod(
+                    pod, alive, before.get(name) or {}, replaced=name in own, now=time.time()
+                )
         return Told(told, self._connection(cluster, made, told, alive), token)
 
     def _absent(self, made: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> dict[str, str]:
@@ -274,6 +262,8 @@ class Kubernetes:
             return known
         try:
             found = frozenset(str(node["ip"]) for node in self._ray(handle, token).nodes())
+        except Refused:
+            raise  # a right that is lacking, or credentials that have run out: nothing gets better by waiting
         except HeliostatError:
             found = None
         self._tables[cluster.uid] = (time.monotonic(), found)
@@ -282,8 +272,9 @@ class Kubernetes:
     def _ray(self, handle: Handle, token: str | None) -> RayApi:
         from heliostat.rayapi import RayApi
 
-        host, port = self.reach(handle, None).forward("127.0.0.1", DASHBOARD)
-        return RayApi(host, port, token, name=handle.native_id)
+        way = _Way(self, handle)
+        host, port = way.forward("127.0.0.1", DASHBOARD)
+        return RayApi(host, port, token, name=handle.native_id, proxy_error=way.proxy_error)
 
     def _connection(
         self,
@@ -306,7 +297,7 @@ class Kubernetes:
     # -- changing it
 
     def resize(self, handle: Handle, workers: Mapping[str | None, int], host: Transport) -> None:
-        api, cluster = _api(handle), self._cluster(handle)
+        cluster = self._cluster(handle)
         made = cluster.fetch()
         groups = cluster.ray_spec(made or {}).get("workerGroupSpecs") or []
         where = "/spec/rayClusterSpec" if handle.detail["object"] == "RayJob" else "/spec"
@@ -321,27 +312,52 @@ class Kubernetes:
                     {"op": "add", "path": f"{path}/{key}", "value": workers[name]}
                     for key in ("replicas", "minReplicas", "maxReplicas")
                 ]
-        self._patch(api, cluster, patch)
+        self._patch(handle, patch)
 
     def keep(self, handle: Handle, host: Transport, *, away: bool) -> None:
         patch = [{"op": "add", "path": "/spec/suspend", "value": away}]
-        self._patch(_api(handle), self._cluster(handle), patch)
+        self._patch(handle, patch)
         self._tables.pop(str(handle.detail["uid"]), None)
 
-    def _patch(self, api: kube.Api, cluster: Cluster, patch: list[dict[str, Any]]) -> None:
+    def _patch(self, handle: Handle, patch: list[dict[str, Any]]) -> None:
+        """All of it, or nothing where the object is not ours any more: the server itself tests the uid."""
+        api, cluster = _api(handle), self._cluster(handle)
+        whole = [{"op": "test", "path": "/metadata/uid", "value": cluster.uid}, *patch]
         query = {"fieldValidation": "Strict"}
-        api.call("PATCH", cluster.path, patch, query=query, kind="application/json-patch+json")
-        cluster.stale()
+        try:
+            api.call("PATCH", cluster.path, whole, query=query, kind="application/json-patch+json")
+        except (kube.NotThere, kube.Invalid):
+            uid = api.uid_of(cluster.path)
+            if uid == cluster.uid:
+                raise
+            raise NotFoundError(
+                f"`{handle.native_id}` is not there any more",
+                because="somebody has deleted it"
+                + (f", and another {handle.detail['object']} has its name" if uid else ""),
+                hint="heliostat ls",
+            ) from None
+        finally:
+            cluster.stale()
 
     def renew(self, handle: Handle, node: str, told: Mapping[str, Any], host: Transport) -> None:
         cluster = self._cluster(handle)
-        _api(handle).call("DELETE", f"/api/v1/namespaces/{cluster.namespace}/pods/{told['id']}")
+        cluster.delete_pod(str(told["id"]))
         cluster.stale()
 
     def started_job(self, handle: Handle, job: str, host: Transport) -> None:
         if handle.detail["object"] == "RayJob":
             patch = [{"op": "add", "path": "/spec/jobId", "value": job}]
-            self._patch(_api(handle), self._cluster(handle), patch)
+            self._patch(handle, patch)
+
+    def limited_command(self, handle: Handle, argv: Sequence[str], host: Transport) -> Sequence[str]:
+        """At the deadline KubeRay only calls the RayJob Failed and deletes the cluster a while later; so the command ends
+        itself. It is told a little before, and is over at the limit."""
+        if "until" not in handle.detail:
+            return argv
+        grace = max(1.0, min(GRACE_S, handle.detail["limit"] / 4))
+        left = max(1.0, handle.detail["until"] - time.time() - grace)
+        command = ["sh", "-c", argv[0]] if len(argv) == 1 else argv  # one word is a shell line
+        return ["timeout", "-k", f"{grace:.0f}", f"{left:.0f}", *command]
 
     # -- the way in
 
@@ -351,7 +367,8 @@ class Kubernetes:
     def execute(self, node: str, handle: Handle, argv: Sequence[str], host: Transport) -> Completed:
         told = handle.detail["told"]
         place = self._cluster(handle).namespace
-        return run_in_pod(_api(handle), place, str(told["id"]), argv, f"ray-{told['role']}")
+        done = run_in_pod(_api(handle), place, str(told["id"]), [*SHELL, *argv], f"ray-{told['role']}")
+        return replace(done, argv=tuple(argv))
 
     def logs(
         self, handle: Handle, node: str, told: Mapping[str, Any], known: Mapping[str, int], host: Transport
@@ -370,66 +387,16 @@ class Kubernetes:
         if key not in self._clusters:
             detail = handle.detail
             plural = PLURALS[detail["object"]]
-            self._clusters[key] = Cluster(_api(handle), detail["namespace"], plural, detail["name"], key)
+            about = (detail["namespace"], plural, detail["name"], key, detail.get("id"))
+            self._clusters[key] = Cluster(_api(handle), *about)
         return self._clusters[key]
 
     # -- for `doctor`
 
-    questions: ClassVar[Mapping[str, Question]] = by_name(
-        Question(
-            "API server", "it answers, and knows you", "look at the kubeconfig: kubectl config get-contexts"
-        ),
-        Question(
-            "KubeRay", "the cluster knows RayClusters", "whoever runs the cluster installs KubeRay's operator"
-        ),
-        Question(
-            "your role",
-            "it may do all that is needed in the namespace",
-            "heliostat up prints the Role that would do",
-        ),
-    )
+    questions: ClassVar[Mapping[str, Question]] = QUESTIONS
 
     def checks(self, spec: ClusterSpec | None, host: Transport) -> list[Check]:
-        table = (spec.sites.get(self.name) if spec else None) or {}
-        try:
-            api = kube.connect(table.get("kubeconfig"), table.get("context"))
-            version = api.call("GET", "/version")
-            found = f"{api.context}, Kubernetes {version.get('gitVersion')}"
-            checks = [self.questions["API server"].answer(True, found)]
-        except HeliostatError as error:
-            return [self.questions["API server"].answer(False, str(error), hint=error.hint or None)]
-        namespace = table.get("namespace") or api.namespace
-        try:
-            api.call("GET", _place(namespace, "RayCluster"), query={"limit": 1})
-            checks.append(self.questions["KubeRay"].answer(True, "its RayCluster is known"))
-        except HeliostatError as error:
-            checks.append(self.questions["KubeRay"].answer(False, str(error), hint=error.hint or None))
-        return [*checks, self._rights(api, namespace)]
-
-    def _rights(self, api: kube.Api, namespace: str) -> Check:
-        lacking = []
-        ask = self.questions["your role"]
-        try:
-            for group, resource, verbs in kube.RIGHTS:
-                whole, _, part = resource.partition("/")
-                for verb in verbs:
-                    attributes = {"namespace": namespace, "verb": verb, "group": group, "resource": whole}
-                    attributes |= {"subresource": part} if part else {}
-                    review = {
-                        "apiVersion": "authorization.k8s.io/v1",
-                        "kind": "SelfSubjectAccessReview",
-                        "spec": {"resourceAttributes": attributes},
-                    }
-                    answer = api.call(
-                        "POST", "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews", review
-                    )
-                    if not answer["status"]["allowed"]:
-                        lacking.append(f"{verb} {resource}")
-        except HeliostatError as error:
-            return ask.answer(False, f"could not be asked for: {error}", bad="warn", hint="")
-        if lacking:
-            return ask.answer(False, f"in `{namespace}` it may not {', '.join(lacking)}"[:300])
-        return ask.answer(True, f"it may do all that is needed in `{namespace}`")
+        return list(checks((spec.sites.get(self.name) if spec else None) or {}))
 
 
 @dataclass
@@ -451,12 +418,43 @@ class _Way:
         cluster = self.site._cluster(self.handle)
         made, _ = cluster.look()
         if made is None:
-            raise HeliostatError(f"`{self.handle.native_id}` is not there any more")
+            from heliostat.rayapi import NoAnswer
+
+            raise NoAnswer(f"`{self.handle.native_id}` is not there any more")
         return forward(_api(self.handle), cluster.namespace, cluster.service(made), port)
+
+    def proxy_error(self, method: str, path: str, status: int, content: bytes) -> HeliostatError | None:
+        from heliostat.backends._kube_proxy import proxy_error
+
+        return proxy_error(_api(self.handle), self.handle.native_id, method, path, status, content)
 
 
 def _api(handle: Handle) -> kube.Api:
     return kube.connect(handle.detail["kubeconfig"], handle.detail["context"])
+
+
+def _still_there(
+    handle: Handle, made: Mapping[str, Any] | None, pods: Sequence[Mapping[str, Any]], now: bool
+) -> DeadlineError:
+    """What is left of it, and the one thing that may help: the object may be gone while a machine keeps its pods."""
+    kind, name, space = str(handle.detail["object"]), handle.detail["name"], handle.detail["namespace"]
+    left = [f"{kind} {name}"] if made else []
+    for pod in pods:
+        where = (pod.get("spec") or {}).get("nodeName")
+        left.append(f"pod {pod['metadata']['name']}" + (f" on {where}" if where else ""))
+    held = ((made or {}).get("metadata") or {}).get("finalizers")
+    if made:
+        hint = f"kubectl -n {space} describe {kind.lower()} {name}"
+    elif now:
+        hint = f"kubectl -n {space} describe pod {pods[0]['metadata']['name']}"
+    else:  # a kubelet that does not answer ends no pod; by force they go without it
+        hint = f"heliostat down {name} --now"
+    return DeadlineError(
+        f"`{handle.native_id}` could not be deleted whole",
+        because=f"still there after {END_S:.0f} s: {', '.join(left)}"
+        + (f"; finalizers: {', '.join(held)}" if held else ""),
+        hint=hint,
+    )
 
 
 def _place(namespace: str, kind: str) -> str:

@@ -26,10 +26,15 @@ def command(out: Output, /, what: str | None, on: str | None) -> int:
     checks = examine(life, spec, what if what and not file else None)
     worst = 1 if any(check.verdict == "fail" for check in checks) else 0
     if out.json:
-        out.document({"checks": [vars(check) for check in checks], "ok": not worst})
+        rows = [
+            {key: value for key, value in vars(check).items() if key != "more" or value} for check in checks
+        ]
+        out.document({"checks": rows, "ok": not worst})
         return worst
     for check in checks:
         out.data(f"{out.colour(check.verdict, check.verdict, None):<4}  {check.name}: {check.found}")
         if check.hint and check.verdict != "ok":
             out.data(f"      hint: {check.hint}")
+            if check.more:
+                out.data(f"\n{check.more}\n")
     return worst

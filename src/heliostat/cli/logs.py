@@ -36,8 +36,14 @@ def command(out: Output, /, cluster: str, what: str | None, follow: bool) -> int
     if what is None:
         show_events(out, folder, follow)
         return None
+    telling = life.telling(folder, record)
+    refusal = telling.refusal if telling and what in record.nodes else None
+    if refusal and follow:
+        raise refusal
     with Sink(out, record.name, what, follow) as sink:
         show(sink, life, folder, what)
+    if refusal:  # what is kept here is shown, and is not all
+        raise refusal
     return None
 
 

@@ -46,6 +46,8 @@ def render(status: dict[str, Any], out: Output) -> str:
     lines = [headline(status)]
     if status["problem"]:
         lines.append(f"warning: {status['problem']}")
+    if status.get("remedy"):
+        lines.append(f"hint: {status['remedy'].rstrip()}")
     rows = [
         (n["name"], n["role"], n["state"].lower(), n["ip"] or "-", *_resources(n), n["reason"] or "")
         for n in status["nodes"]

@@ -113,7 +113,7 @@ class Api:
             return self._discovery(path, user)
         self._authorize(user, target, request)
         self._served(target)
-        answer = await self._act(request, target, fault, user)
+        answer = await self._act(request, target, fault, user, entry)
         if fault and fault.do == "cut_after":
             return self._cut(request)
         return answer
@@ -206,7 +206,9 @@ class Api:
 
     # -- what is asked
 
-    async def _act(self, request: web.Request, target: Target, fault: Any, user: str) -> web.StreamResponse:
+    async def _act(
+        self, request: web.Request, target: Target, fault: Any, user: str, entry: Object
+    ) -> web.StreamResponse:
         kind, dry = target.kind, request.query.get("dryRun") == "All"
         if target.sub == "proxy":
             return await streams.proxy(self.world, request, target)
@@ -240,7 +242,7 @@ class Api:
             return web.json_response(new, headers=warnings)
         if target.verb == "patch":
             return await self._patch(request, target, dry)
-        return await self._delete(request, target, dry)
+        return await self._delete(request, target, dry, entry)
 
     def _read(
         self, obj: Object, request: web.Request, target: Target, old: Object | None
@@ -299,11 +301,12 @@ class Api:
         new = self.store.update(kind, target.namespace, target.name, new, target.sub == "status", dry)
         return web.json_response(new, headers=warnings)
 
-    async def _delete(self, request: web.Request, target: Target, dry: bool) -> web.Response:
+    async def _delete(self, request: web.Request, target: Target, dry: bool, entry: Object) -> web.Response:
         kind = target.kind
         text = await request.text()
-        options = json.loads(text) if text.strip() else {}
-        options = {**dict(request.query), **options}
+        # the body takes the place of the query, as in apiserver's handlers/delete.go: nothing of the query counts then
+        options = json.loads(text) if text.strip() else dict(request.query)
+        entry["options"] = options
         policy = options.get("propagationPolicy") or ("Orphan" if options.get("orphanDependents") else "")
         grace = None if options.get("gracePeriodSeconds") is None else int(options["gracePeriodSeconds"])
         if target.verb == "deletecollection":

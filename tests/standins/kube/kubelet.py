@@ -24,6 +24,7 @@ from .world import World
 NODE = "node-1"
 MARK = "KUBE_STANDIN_POD"
 OBJECT_STORE = 80_000_000
+IMAGE = re.compile(r"[a-z0-9][-a-z0-9._/:]*(@sha256:[0-9a-f]{64})?|[\w.-]+(:\d+)?/[-a-z0-9._/:]+")
 
 
 class Waiting(Exception):
@@ -79,6 +80,8 @@ class Kubelet:
 
     def sync(self) -> None:
         """Begins what is new; ends what is to go."""
+        if self.world.settings.frozen:
+            return
         pods = {pod["metadata"]["uid"]: pod for pod in self.store.list("pods")}
         for uid, pod in pods.items():
             if uid not in self.runs and "deletionTimestamp" not in pod["metadata"]:
@@ -173,6 +176,12 @@ class Kubelet:
             raise asyncio.CancelledError
         for container in pod["spec"]["containers"]:
             image = container.get("image", "")
+            if not IMAGE.fullmatch(image):
+                words = f'Failed to apply default image tag "{image}": couldn\'t parse image name "{image}": invalid reference format'
+                raise Waiting("InvalidImageName", words)
+            if self.world.settings.pull_failure:
+                before = f'failed to pull and unpack image "{image}": failed to resolve reference "{image}": '
+                raise Waiting("ErrImagePull", before + self.world.settings.pull_failure)
             if self.world.settings.missing and self.world.settings.missing in image:
                 raise Waiting(
                     "ErrImagePull",
@@ -289,12 +298,14 @@ class Kubelet:
             return False
         name = pod["spec"]["containers"][0]["name"]
         self._status(run, terminated=ended)
-        run.restarts += 1
         words = f"back-off {max(1, round(wait * 10))}s restarting failed container={name} pod={run.name}_{run.namespace}({run.uid})"
         self._status(run, waiting=("CrashLoopBackOff", words), last=ended)
         said = f"Back-off restarting failed container {name} in pod {run.name}_{run.namespace}({run.uid})"
         self._event(run, "Warning", "BackOff", said)
         await asyncio.sleep(wait)
+        run.restarts += (
+            1  # counted when it is made anew, not while it waits for that (kuberuntime_container.go)
+        )
         return True
 
     # -- processes

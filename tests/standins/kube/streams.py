@@ -156,8 +156,15 @@ def _container(pod: Object, name: str) -> str:
     return name or names[0]
 
 
+async def _kubelet_answers(world: World) -> None:
+    """The API server connects to a kubelet that is stopped, and waits."""
+    while world.settings.frozen:
+        await asyncio.sleep(0.1)
+
+
 async def log(world: World, request: web.Request, target: Target) -> web.StreamResponse:
     query = request.query
+    await _kubelet_answers(world)
     pod = world.store.get(RESOURCES["pods"], target.namespace, target.name)
     name = _container(pod, query.get("container", ""))
     run = world.kubelet.runs.get(pod["metadata"]["uid"])
@@ -169,6 +176,10 @@ async def log(world: World, request: web.Request, target: Target) -> web.StreamR
     if previous and (run is None or run.previous is None):
         words = f'previous terminated container "{name}" in pod "{target.name}" not found'
         raise Refused(400, "BadRequest", words)
+    if previous and world.settings.logs_lost:  # an answer like any other, with this for a log
+        return web.Response(
+            text=f"unable to retrieve container logs for containerd://{pod['metadata']['uid']}"
+        )
     if "waiting" in state and not previous and not (run and run.lines):
         reason = state["waiting"]["reason"]
         if reason in ("ImagePullBackOff", "ErrImagePull"):
@@ -230,6 +241,7 @@ STDIN, STDOUT, STDERR, ERROR, CLOSE = 0, 1, 2, 3, 255
 
 async def execute(world: World, request: web.Request, target: Target) -> web.StreamResponse:
     query = request.query
+    await _kubelet_answers(world)
     pod = world.store.get(RESOURCES["pods"], target.namespace, target.name)
     name = _container(pod, query.get("container", "") or pod["spec"]["containers"][0]["name"])
     run = world.kubelet.runs.get(pod["metadata"]["uid"])
@@ -255,9 +267,7 @@ async def execute(world: World, request: web.Request, target: Target) -> web.Str
             start_new_session=True,
         )
     except OSError:
-        words = words or [""]
-        message = f'command terminated with non-zero exit code: exec: "{words[0]}": executable file not found in $PATH'
-        await _finish(socket, 127, message)
+        await _not_started(socket, (words or [""])[0])
         return socket
     run.helpers.append(process)
     await _converse(socket, process, wants_stdin)
@@ -285,7 +295,7 @@ async def _converse(socket: web.WebSocketResponse, process: Any, wants_stdin: bo
     try:
         await asyncio.gather(out(STDOUT, process.stdout), out(STDERR, process.stderr))
         code = await process.wait()
-        await _finish(socket, code, "")
+        await _finish(socket, code)
     except ConnectionError:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
@@ -293,11 +303,26 @@ async def _converse(socket: web.WebSocketResponse, process: Any, wants_stdin: bo
         reader.cancel()
 
 
-async def _finish(socket: web.WebSocketResponse, code: int, message: str) -> None:
+async def _not_started(socket: web.WebSocketResponse, program: str) -> None:
+    """As the kubelet answers with containerd (ServeExec in cri-streaming): an internal error, and no exit code anywhere."""
+    message = (
+        'error executing command in container: failed to exec in container: failed to start exec "0": OCI runtime exec failed: '
+        f'exec failed: unable to start container process: exec: "{program}": executable file not found in $PATH'
+    )
+    status = {"metadata": {}, "status": "Failure", "reason": "InternalError", "code": 500}
+    status |= {
+        "message": f"Internal error occurred: {message}",
+        "details": {"causes": [{"message": message}]},
+    }
+    await socket.send_bytes(bytes([ERROR]) + json.dumps(status).encode())
+    await socket.close()
+
+
+async def _finish(socket: web.WebSocketResponse, code: int) -> None:
     code = 128 - code if code < 0 else code
     status: Object = {"metadata": {}, "status": "Success"}
     if code:
-        words = message or f"command terminated with non-zero exit code: exit status {code}"
+        words = f"command terminated with non-zero exit code: exit status {code}"
         cause = {"reason": "ExitCode", "message": str(code)}
         status = {"metadata": {}, "status": "Failure", "message": words, "reason": "NonZeroExitCode"}
         status["details"] = {"causes": [cause]}

@@ -41,8 +41,10 @@ def nodes(world: World, head: Run, cluster: str) -> Object:
             "nodeManagerAddress": pod["status"]["podIP"], "nodeManagerHostname": name, "isHeadNode": is_head,
             "resourcesTotal": resources, "labels": {},
         }  # fmt: skip
+        total, used = int(wanted.get("memory", 2**30)), world.settings.memory_used
+        memory = [total, total - used, round(100 * used / total, 1), used] if used else []
         summary.append(
-            {"hostname": name, "ip": pod["status"]["podIP"], "raylet": raylet, "cpu": 0.0, "mem": []}
+            {"hostname": name, "ip": pod["status"]["podIP"], "raylet": raylet, "cpu": 0.0, "mem": memory}
         )
     return {"result": True, "msg": "Node summary fetched.", "data": {"summary": summary}}
 

@@ -50,7 +50,11 @@ class Settings:
     backoff: float = 1.0  # the first of the waits between restarts and pulls; each next one is twice as long
     bookmark_s: float = 2.0
     missing: str = "missing"  # an image with this in its name cannot be pulled
+    pull_failure: str = ""  # what every pull fails with: the network of a node, a registry that is away
     crash: str = "crash"  # the container of an image with this in its name ends at once
+    memory_used: int = 0  # without Ray only: bytes of each Pod's memory that its node's figures call used
+    logs_lost: bool = False  # what a container wrote before its restart is gone from the node
+    frozen: bool = False  # the kubelet is stopped: containers go on, no log comes, no Pod ends but by force
     nodes: int = 1
     capacity: dict[str, str] = field(default_factory=lambda: {"cpu": "64", "memory": "256Gi", "pods": "110"})
 
