@@ -276,8 +276,8 @@ class Node:
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
     def start_gcs_server(self):
-        info = services.start_gcs_server(node_ip_address=self.params.ip, gcs_server_port=self.params.port)
-        self.gcs_address = "%s:%d" % (self.params.ip, info.process.listener.getsockname()[1])
+        self.gcs = services.start_gcs_server(node_ip_address=self.params.ip, gcs_server_port=self.params.port)
+        self.gcs_address = "%s:%d" % (self.params.ip, self.gcs.process.listener.getsockname()[1])
 """
 FAKE_SCRIPTS = """
 import os, sys, threading, time, types
@@ -297,7 +297,7 @@ def main():
         ip=options["--node-ip-address"], port=int(options.get("--port", 0)), address=options.get("--address"),
         agent=int(options["--dashboard-agent-listen-port"]), ray_client_server_port=10001,
     )
-    Node(params, head="--head" in options)
+    node = Node(params, head="--head" in options)  # its sockets are open as long as it is referred to
     threading.Event().wait()
 """
 FAKE_RAY = {
