@@ -278,6 +278,13 @@ def test_the_cluster_lives_on(answers: Any) -> None:
     assert "hello\n" in heliostat("submit", "lab", "--wait", "--", "echo", "hello").stdout
 
 
+def test_a_job_can_read_the_token(node: Node) -> None:
+    """Ray has no users: whoever may submit a job to a cluster is its owner there. docs/security.md says so."""
+    program = "import os; print('read', open(os.environ['RAY_AUTH_TOKEN_PATH']).read().strip())"
+    said = heliostat("submit", "lab", "--wait", "--", sys.executable, "-c", program).stdout
+    assert f"read {(node.folder / 'token').read_text().strip()}\n" in said
+
+
 CRASH = "/ray.rpc.syncer.RaySyncer/StartSync"
 
 
