@@ -12,7 +12,7 @@ STAMP := $(VENV)/.stamp
 EXAMPLES := $(VENV)/.examples
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lab lab-down lint docs recordings bench bench-slurm bench-ssh venv venv-examples packages clean FORCE
+.PHONY: help demo test lab lab-down lint docs recordings bench bench-smoke bench-slurm bench-ssh venv venv-examples packages clean FORCE
 
 help:
 	@echo "make demo    start two Ray nodes on this computer, run examples/hello_ray.py, release them"
@@ -55,6 +55,10 @@ lab-down:
 
 bench: $(STAMP)
 	$(VENV)/bin/python -m benchmarks
+
+# One small round of each measure: they run. The figures mean nothing.
+bench-smoke: $(STAMP)
+	$(VENV)/bin/python -m benchmarks --smoke
 
 bench-slurm: $(STAMP) packages
 	$(VENV)/bin/python -m benchmarks --only slurm

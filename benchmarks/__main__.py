@@ -1,4 +1,5 @@
-"""`python -m benchmarks`: measures, prints a table. It judges nothing: its exit code is 0 unless it could not run."""
+"""`python -m benchmarks`: measures, prints each measure's figures as it ends, and a table of all. It judges nothing: its exit
+code is 0 unless a measure could not run."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import signal
 import statistics
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +60,8 @@ def say(text: str) -> None:
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer rounds: a first impression, noisier")
+    parser.add_argument("--smoke", action="store_true",
+                        help="one round of every measure, small: to see that they run; the figures mean nothing")  # fmt: skip
     parser.add_argument("--only", metavar="NAME", action="append", choices=list(MEASURES),
                         help=f"only this measure (repeatable): {', '.join(MEASURES)}")  # fmt: skip
     parser.add_argument("--nodes", type=int, metavar="N", action="append",
@@ -75,15 +79,22 @@ def measure(lab: Lab, asked: argparse.Namespace, quiet: machine.Quiet) -> tuple[
     failed: dict[str, str] = {}
     for name in [n for n in MEASURES if (n in asked.only if asked.only else not MEASURES[n].named)]:
         rounds = asked.rounds or (MEASURES[name].quick if asked.quick else MEASURES[name].rounds)
+        rounds = 1 if asked.smoke else rounds
         nodes = MEASURES[name].nodes
-        lab.nodes = sorted({*(asked.nodes or (nodes[:1] if asked.quick else nodes))})
+        lab.nodes = sorted({*(asked.nodes or (nodes[:1] if asked.quick or asked.smoke else nodes))})
         say(f"{name} …")
-        turns = Turns(rounds, functools.partial(_progress, name), quiet.wait)
+        turns = Turns(rounds, functools.partial(_progress, name), quiet.wait, asked.smoke)
         try:
-            figures += _with_cluster_again(lab, MEASURES[name], turns)
-        except (CannotMeasure, OSError) as error:
-            failed[name] = str(error)
-            say(f"  {name}: {error}")
+            found = _with_cluster_again(lab, MEASURES[name], turns)
+        except Exception as error:  # one that fails does not take the others with it
+            failed[name] = str(error) or type(error).__name__
+            say(f"  {name}: {failed[name]}")
+            if not isinstance(error, (CannotMeasure, OSError)):
+                failed[name] = f"{type(error).__name__}: {error}"
+                say(traceback.format_exc())
+            continue
+        figures += found
+        print(f"{table.render(found)}\n", flush=True)
     return figures, failed
 
 
@@ -112,8 +123,8 @@ def report(figures: list[Figure], failed: dict[str, str], about: dict[str, Any])
         print(f"{name}: could not be measured: {why}")
 
 
-def main() -> int:
-    asked = arguments()
+def main(words: Sequence[str] | None = None) -> int:
+    asked = arguments(words)
     if missing := [path for path in (HELIOSTAT, RAY) if not Path(path).exists()]:
         say(f"error: not beside {sys.executable}: {', '.join(missing)}")
         return 1
@@ -121,7 +132,10 @@ def main() -> int:
     adopt_orphans()
     about = machine.describe()
     about["load_before"], began = machine.load(), time.monotonic()
-    lab, quiet = Lab(asked.beside or BESIDE), machine.Quiet(30.0 if asked.quick else PATIENCE_S)
+    lab, quiet = (
+        Lab(asked.beside or BESIDE),
+        machine.Quiet(0.0 if asked.smoke else 30.0 if asked.quick else PATIENCE_S),
+    )
     try:
         figures, failed = measure(lab, asked, quiet)
     except KeyboardInterrupt:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 from unittest import mock
 
-from benchmarks.figures import Figure, Turns
+from benchmarks.figures import CannotMeasure, Figure, Turns
 from benchmarks.lab import Lab
 from heliostat import backends
 from heliostat.backends.base import Handle, Observation
@@ -16,15 +16,16 @@ from heliostat.lifecycle import Lifecycle
 from heliostat.states import NodeState
 from heliostat.store import ClusterFolder, NodeRecord, Record, Store
 
-NODES, FLAPPING, FLAPS = 1000, 0.05, 10
+NODES, SMOKE_NODES, FLAPPING, FLAPS = 1000, 40, 0.05, 10
 N = NodeState
 
 
 class Site:
-    """A scheduler that says of every node what we want it to say."""
+    """The backend `slurm`, except that its scheduler says of every node what we want it to say."""
 
     def __init__(self) -> None:
         self.answer = Observation(N.QUEUED, "Priority")
+        self.backend = backends.load("slurm")
 
     def observe(self, handles: Sequence[Handle], host: object) -> dict[str, Observation]:
         return {handle.native_id: self.answer for handle in handles}
@@ -33,15 +34,16 @@ class Site:
 class Day:
     """One cluster, and the hand of its head's agent."""
 
-    def __init__(self, lab: Lab) -> None:
-        self.names = ["head", *(f"w{i}" for i in range(1, NODES))]
+    def __init__(self, lab: Lab, nodes: int) -> None:
+        self.nodes = nodes
+        self.names = ["head", *(f"w{i}" for i in range(1, nodes))]
         record = Record(
             name="day",
             id="0123456789abcdef",
             site="slurm",
             kind="up",
             created=time.time(),
-            spec={"on": "slurm", "name": "day", "nodes": NODES},
+            spec={"on": "slurm", "name": "day", "nodes": nodes},
             nodes={
                 name: NodeRecord(name, "worker" if i else "head", since=time.time(), handle=f"1234567_{i}")
                 for i, name in enumerate(self.names)
@@ -66,7 +68,9 @@ class Day:
 
     def look(self) -> float:
         began = time.monotonic()
-        with mock.patch.object(backends, "load", return_value=self.site):
+        # asked every time: else it waits for seconds between two questions to the scheduler
+        backend = mock.patch.multiple(self.site.backend, observe=self.site.observe, pace=(0.0, 0.0))
+        with backend, mock.patch.object(backends, "load", return_value=self.site.backend):
             self.life.look(self.folder)
         return time.monotonic() - began
 
@@ -79,7 +83,7 @@ class Day:
             self.tell(self.names, state)
             self.look()
         idle = self.look()
-        bad = self.names[-int(NODES * FLAPPING) :]
+        bad = self.names[-int(self.nodes * FLAPPING) :]
         for _ in range(FLAPS):
             self.tell(bad, N.LOST, "its agent is silent")
             self.look()
@@ -95,10 +99,15 @@ class Day:
 
 def events(lab: Lab, turns: Turns) -> list[Figure]:
     """Bytes are bytes: one round is enough."""
-    day = Day(lab)
+    nodes = SMOKE_NODES if turns.smoke else NODES
+    day = Day(lab, nodes)
     idle = day.live()
     written = list(day.folder.events())
-    least = NODES * 6 + int(NODES * FLAPPING) * FLAPS * 2
+    least = nodes * 6 + int(nodes * FLAPPING) * FLAPS * 2
+    if len(written) < least:
+        raise CannotMeasure(f"only {len(written)} of at least {least} events were written")
     size = day.folder.events_file.stat().st_size
-    note = f"{len(written)} events of {size / max(1, len(written)):.0f} bytes (at least {least} expected); a look at {NODES} nodes where nothing moved: {idle * 1000:.0f} ms"
-    return [Figure("events.jsonl, a day of 1,000 nodes", "MB", 10, [size / 1e6], absolute=True, note=note)]
+    note = f"{len(written)} events of {size / max(1, len(written)):.0f} bytes; a look at {nodes} nodes where nothing moved: {idle * 1000:.0f} ms"
+    return [
+        Figure(f"events.jsonl, a day of {nodes:,} nodes", "MB", 10, [size / 1e6], absolute=True, note=note)
+    ]

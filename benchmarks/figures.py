@@ -80,12 +80,13 @@ class Turns:
     rounds: int
     tell: Callable[[str], None]
     quiet: Callable[[], None]  # called before each measurement
+    smoke: bool = False  # only to see that it runs: nothing is warmed up, and simulations are small
 
     def take(
         self, ours: Callable[[], float], other: Callable[[], float], *, warm: bool = True
     ) -> tuple[list[float], list[float]]:
         """Samples of both, one a round. warm: one of each first that does not count (files read, bytecode there)."""
-        if warm:
+        if warm and not self.smoke:
             ours()
             other()
         mine: list[float] = []

@@ -20,9 +20,9 @@ from heliostat.store import ClusterFolder, NodeRecord, Record, Store
 
 STUBS = Path(__file__).with_name("stubs.py")
 PROCESSES = 2  # that play the workers
-COUNTS, QUICK_COUNTS = (10, 100, 1000, 3000), (10, 1000)
-JUDGED = 1000  # the bars are about so many nodes
-JOBS = 5000
+COUNTS, QUICK_COUNTS, SMOKE_COUNTS = (10, 100, 1000, 3000), (10, 1000), (10,)
+JUDGED, SMOKE_JUDGED = 1000, 10  # the bars are about so many nodes
+JOBS, SMOKE_JOBS = 5000, 50
 BARS = {"met_s": 5.0, "ready_s": 2.0, "stop_s": 2.0, "memory_mb": 60.0}
 WORDS = {
     "met_s": ("all agents met the head", "s"),
@@ -41,7 +41,8 @@ def scale(lab: Lab, turns: Turns) -> list[Figure]:
 
 def _agents(lab: Lab, turns: Turns) -> list[Figure]:
     seen: dict[int, list[dict[str, float]]] = {}
-    counts = COUNTS if turns.rounds > 1 else QUICK_COUNTS
+    counts = SMOKE_COUNTS if turns.smoke else COUNTS if turns.rounds > 1 else QUICK_COUNTS
+    judged = SMOKE_JUDGED if turns.smoke else JUDGED
     for number in range(1, turns.rounds + 1):
         for count in counts:
             turns.quiet()
@@ -51,10 +52,10 @@ def _agents(lab: Lab, turns: Turns) -> list[Figure]:
     notes["met_s"] = "; ".join(story(found[-1]) for found in seen.values())
     return [
         Figure(
-            f"scale, {JUDGED} agents: {WORDS[key][0]}",
+            f"scale, {judged} agents: {WORDS[key][0]}",
             WORDS[key][1],
             bar,
-            [found[key] for found in seen[JUDGED]],
+            [found[key] for found in seen[judged]],
             absolute=True,
             note=notes[key],
         )
@@ -160,11 +161,11 @@ def squeue_lines(jobs: int) -> str:
     return "".join(f"{1_000_000 + i}|{states[0] if i < jobs // 2 else states[1 + i % 2]}\n" for i in range(jobs))  # fmt: skip
 
 
-def _stand_in(lab: Lab) -> Path:
-    """A folder with a squeue that knows 5,000 jobs, whatever it is asked."""
+def _stand_in(lab: Lab, jobs: int) -> Path:
+    """A folder with a squeue that knows so many jobs, whatever it is asked."""
     folder = lab.path / "bin"
     folder.mkdir(exist_ok=True)
-    (folder / "queue").write_text(squeue_lines(JOBS))
+    (folder / "queue").write_text(squeue_lines(jobs))
     (folder / "squeue").write_text(f"#!/bin/sh\nexec cat {folder}/queue\n")
     (folder / "squeue").chmod(0o755)
     return folder
@@ -174,20 +175,21 @@ def _looks(lab: Lab, turns: Turns) -> list[Figure]:
     """What `Lifecycle.look` costs, in this process, with a stand-in for squeue."""
     found = []
     path = os.environ["PATH"]
-    os.environ["PATH"] = f"{_stand_in(lab)}{os.pathsep}{path}"
+    judged = SMOKE_JUDGED if turns.smoke else JUDGED
+    os.environ["PATH"] = f"{_stand_in(lab, JOBS)}{os.pathsep}{path}"
     try:
-        for jobs, words in ((1, "one job"), (JUDGED, "a job each")):
-            cluster = Cluster(lab, f"look-{jobs}", JUDGED, jobs)
+        for jobs, words in ((1, "one job"), (judged, "a job each")):
+            cluster = Cluster(lab, f"look-{jobs}", judged, jobs)
             life = Lifecycle(cluster.store)
             took = []
             for _ in range(max(3, turns.rounds)):
                 began = time.monotonic()
                 view = life.look(cluster.folder)
                 took.append(time.monotonic() - began)
-                if view.alive() != JUDGED:
-                    raise CannotMeasure(f"only {view.alive()} of {JUDGED} nodes were judged to be ready")
-            turns.tell(f"a look at {JUDGED} nodes, {words}: {statistics.median(took) * 1e3:.0f} ms")
-            name = f"scale, {JUDGED} nodes, {words}: a look"
+                if view.alive() != judged:
+                    raise CannotMeasure(f"only {view.alive()} of {judged} nodes were judged to be ready")
+            turns.tell(f"a look at {judged} nodes, {words}: {statistics.median(took) * 1e3:.0f} ms")
+            name = f"scale, {judged} nodes, {words}: a look"
             found.append(Figure(name, "s", 0.25, took, absolute=True))
     finally:
         os.environ["PATH"] = path
@@ -196,8 +198,9 @@ def _looks(lab: Lab, turns: Turns) -> list[Figure]:
 
 def _queue(lab: Lab, turns: Turns) -> list[Figure]:
     """`status` of a cluster whose 5,000 nodes are 5,000 jobs in the queue."""
-    Cluster(lab, "queue", JOBS, JOBS)
-    more = {"PATH": f"{_stand_in(lab)}{os.pathsep}{os.environ['PATH']}"}
+    jobs = SMOKE_JOBS if turns.smoke else JOBS
+    Cluster(lab, "queue", jobs, jobs)
+    more = {"PATH": f"{_stand_in(lab, jobs)}{os.pathsep}{os.environ['PATH']}"}
     took, peak = [], []
     for _ in range(max(2, turns.rounds)):
         turns.quiet()
@@ -206,8 +209,8 @@ def _queue(lab: Lab, turns: Turns) -> list[Figure]:
             sys.executable, "-I", "-S", "-c", PEAK, HELIOSTAT, "status", "queue", "--json", more=more
         )
         peak.append(int(said.split()[-1]) * 1024 / 1e6)
-    turns.tell(f"status of {JOBS} jobs: {statistics.median(took):.2f} s, {statistics.median(peak):.0f} MB")
+    turns.tell(f"status of {jobs} jobs: {statistics.median(took):.2f} s, {statistics.median(peak):.0f} MB")
     return [
-        Figure(f"scale, {JOBS} jobs: status", "s", 2, took, absolute=True),
-        Figure(f"scale, {JOBS} jobs: status, peak resident", "MB", 100, peak, absolute=True),
+        Figure(f"scale, {jobs} jobs: status", "s", 2, took, absolute=True),
+        Figure(f"scale, {jobs} jobs: status, peak resident", "MB", 100, peak, absolute=True),
     ]

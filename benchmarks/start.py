@@ -13,7 +13,9 @@ from benchmarks.lab import HELIOSTAT, Lab
 def up(lab: Lab, turns: Turns) -> list[Figure]:
     cpu: dict[str, list[float]] = {"ours": [], "bare": []}
     ours, other = turns.take(lambda: _ours(lab, cpu["ours"]), lambda: _bare(lab, cpu["bare"]))
-    mine, theirs = (statistics.median(values[1:]) for values in cpu.values())  # the first warmed up
+    mine, theirs = (
+        statistics.median(values[-turns.rounds :]) for values in cpu.values()
+    )  # the first warmed up
     note = f"CPU time spent by then, which load hardly moves: {mine:.2f} s and {theirs:.2f} s, ratio {mine / theirs:.2f}"
     name = "up, one node on local, to ready"
     return [Figure(name, "s", 1.15, ours, other, "ray start --head to alive", note=note)]

@@ -54,6 +54,7 @@ async def head(folder: str, count: int) -> dict[str, Any]:
         os.makedirs(os.path.join(folder, name), exist_ok=True)
     one = Head(config, folder)
     one.ip = "127.0.0.1"
+    one.info.update(ray="2.60.0", python="3.11.7")
     writes: list[float] = []
     flush = one.flush
 

@@ -70,7 +70,7 @@ def tls(lab: Lab, turns: Turns) -> list[Figure]:
 
     def figure(name: str, key: str, bar: float) -> Figure:
         ours, other = (
-            [one[key] for one in found[secure][1:]] for secure in (True, False)
+            [one[key] for one in found[secure][-turns.rounds :]] for secure in (True, False)
         )  # the first warmed up
         return Figure(f"tls: {name}", "s", bar, ours, other, "the same without `security.tls`")
 

@@ -51,6 +51,41 @@ def missing() -> str | None:
     return f"not installed: {', '.join(absent)}" if absent else None
 
 
+# prints [pid, user, arguments] of every process of a host
+TABLE = """
+import json, os, pwd
+found = []
+names = {one.pw_uid: one.pw_name for one in pwd.getpwall()}
+for name in sorted(filter(str.isdigit, os.listdir("/proc")), key=int):
+    try:
+        with open("/proc/%s/cmdline" % name, "rb") as stream:
+            words = stream.read().decode("utf-8", "replace").split(chr(0))[:-1]
+        uid = os.stat("/proc/" + name).st_uid
+        found.append([int(name), names.get(uid, str(uid)), words])
+    except OSError:
+        pass
+print(json.dumps(found))
+"""
+RAY_PROGRAMS = {"agent.pyz", "ray", "ray_start.py", "raylet", "gcs_server"}
+
+
+def has_words(argv: list[str], *words: str) -> bool:
+    """Whether a command line has these arguments, one after another. Of a path its last part counts: where a checkout is, and
+    what its directory is called, says nothing about a process."""
+    names = [word.rpartition("/")[2] for word in argv]
+    return any(names[i : i + len(words)] == [*words] for i in range(len(names)))
+
+
+def is_of_a_node(argv: list[str]) -> bool:
+    """Whether this is an agent of ours, or a process of Ray."""
+    first = [word.rpartition("/")[2] for word in argv[:4]]
+    return (
+        bool(RAY_PROGRAMS & {*first})
+        or any(word.startswith("ray::") for word in argv[:1])
+        or any("/site-packages/ray/" in word for word in argv)
+    )
+
+
 @dataclass(frozen=True)
 class Done:
     rc: int
@@ -192,9 +227,19 @@ class Lab:
 
     def left_on(self, host: str) -> list[str]:
         """Processes of the user and folders of agents on a host."""
-        processes = self.root(host, "ps", "-u", USER, "-o", "pid=,args=").out.splitlines()
+        table = self.processes(host)
         folders = self.root(host, "sh", "-c", "ls -d /tmp/hs-* 2>/dev/null").out.split()
-        return [line for line in processes if "agent.pyz" in line or "ray" in line] + folders
+        return [f"{pid} {' '.join(argv)}" for pid, argv in table.items() if is_of_a_node(argv)] + folders
+
+    def processes(self, host: str, user: str | None = USER) -> dict[int, list[str]]:
+        """pid -> arguments of the processes of a user (None: of everybody) on a host, less the one that looks."""
+        done = self.root(host, sys.executable, "-c", TABLE)
+        rows = json.loads(done.out or "[]")  # a host that is off has none
+        return {pid: argv for pid, owner, argv in rows if user in (None, owner) and TABLE not in argv}
+
+    def find(self, host: str, *words: str, user: str | None = USER) -> list[str]:
+        """The ids of the processes with these arguments, one after another: `find("ctl", "-m", "heliostat", "up")`."""
+        return [str(pid) for pid, argv in self.processes(host, user).items() if has_words(argv, *words)]
 
     def logs(self) -> str:
         """The ends of the scheduler's own logs, for a test that failed."""

@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from lab import USER, Done, Lab, wait_for
+from lab import Done, Lab, wait_for
 
 SILENT = "network: {patience: 6s}\n"  # a machine that is silent so long is lost
 # a script that saves when it is told to end
@@ -80,18 +80,21 @@ def past(lab: Lab) -> dict[str, Any]:
     return dict(max((c for c in found if c["name"] == "lab"), key=lambda c: c["started"]))
 
 
-def pids(lab: Lab, host: str, pattern: str) -> list[str]:
-    return lab.root(host, "pgrep", "-u", USER, "-f", pattern).out.split()
-
-
 def kill_whole(lab: Lab, host: str, node: str) -> str:
     """Kills every process of the node on this host at once. Gives its private directory, which is left there."""
     folder = lab.home / ".heliostat/clusters/lab/nodes"
     temp = str(json.loads((folder / f"{node}.json").read_text())["temp"])
+
     # not stopped before: nsenter, which the lab starts tasks by, stops with its child and would not see its end
-    script = 'p=$(pgrep -u "$1" -f "agent.pyz|ray start"); kill -9 $p'
-    lab.root(host, "sh", "-c", script, "sh", USER)
-    wait_for("the end of its processes", lambda: not pids(lab, host, "agent.pyz|ray start"))
+    def found() -> list[str]:
+        return [
+            *lab.find(host, "agent.pyz"),
+            *lab.find(host, "ray", "start"),
+            *lab.find(host, "ray_start.py", "start"),
+        ]
+
+    lab.root(host, "kill", "-9", *found())
+    wait_for("the end of its processes", lambda: not found())
     assert "token" in lab.root(host, "ls", temp).out.split()
     return temp
 

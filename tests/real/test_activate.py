@@ -112,8 +112,11 @@ def nothing_left(platform: Platform) -> Iterator[None]:
     no_clusters(lab)
     wait_for("empty queues", lambda: not lab.queue() and not Lab.queue(lab))
     nothing_on_hosts(lab)
-    doors = ["pgrep", "-u", USER, "-f", "m heliostat |script-unstable"]
-    wait_for("no step and no door on the login host", lambda: not lab.root("ctl", *doors).out)
+    wait_for("no command of ours on the login host", lambda: not lab.find("ctl", "-m", "heliostat"))
+    wait_for(
+        "no step on the login host",
+        lambda: not any("script-unstable" in " ".join(argv) for argv in lab.processes("ctl").values()),
+    )
     assert not list((lab.home / "pw/jobs").glob("*"))
     assert not list((lab.home / ".heliostat").rglob("token"))
 

@@ -142,9 +142,8 @@ def nothing_left(lab: Lab, cloud: Cloud) -> Iterator[None]:
         lab.heliostat("down", name["name"], env=cloud.env)
     wait_for("nothing in the account", lambda: not cloud.left())
     wait_for("both machines off and on again", lambda: not any(map(lab.left_on, HOSTS.values())))
-    wait_for(
-        "no launcher on the login node", lambda: "heliostat" not in lab.root("ctl", "ps", "-eo", "args").out
-    )
+    for module in ("heliostat.launching", "heliostat"):
+        wait_for(f"no {module} on the login node", lambda m=module: not lab.find("ctl", "-m", m, user=None))  # type: ignore[misc]
     assert not lab.root("ctl", "sh", "-c", "ls -d /tmp/ray* /tmp/hl-* 2>/dev/null").out
     no_clusters(lab)
 
@@ -292,10 +291,9 @@ def test_what_fails_leaves_nothing(lab: Lab, cloud: Cloud) -> None:
 def test_kill_9_of_up(lab: Lab, cloud: Cloud) -> None:
     up = lab.start("up", write(lab, cloud), env=cloud.env)
     wait_for("an instance", cloud.alive)
-    for pid in lab.root("ctl", "pgrep", "-f", "heliostat up").out.split():
-        lab.root("ctl", "kill", "-9", pid)
+    lab.root("ctl", "kill", "-9", *lab.find("ctl", "-m", "heliostat", "up", user=None))
     up.wait(60)
-    assert lab.root("ctl", "pgrep", "-f", "heliostat.launching").out, "it outlives the command"
+    assert lab.find("ctl", "-m", "heliostat.launching", user=None), "it outlives the command"
     said = json.loads(ok(lab.heliostat("status", "lab", "--json", env=cloud.env)).out)
     assert said["state"] in ("queued", "starting")
     ok(lab.heliostat("down", "lab", env=cloud.env))

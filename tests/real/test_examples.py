@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from lab import Done, Lab, wait_for
-from real.onlab import nothing_on_hosts, ok, pids
+from real.onlab import nothing_on_hosts, ok
 
 pytestmark = [pytest.mark.needs_slurm, pytest.mark.needs_ray, pytest.mark.needs_torch]
 
@@ -223,7 +223,7 @@ def test_a_sweep_goes_on_after_an_interruption(cluster: Lab) -> None:
 
     # by what it says: Tune writes its state down every ten seconds or less often, and when it is cut off
     sweep.until("one trial has ended while another is in the middle", midway)
-    ok(cluster.root("ctl", "kill", "-INT", *pids(cluster, "ctl", "m heliostat run")))  # Ctrl-C
+    ok(cluster.root("ctl", "kill", "-INT", *cluster.find("ctl", "-m", "heliostat", "run")))  # Ctrl-C
     assert sweep.end() == 130, sweep.said[-8000:]
     assert "cut off: go on with --resume" in sweep.said, "its last words are shown"
     done, cut = ended(), begun()

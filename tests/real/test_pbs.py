@@ -29,7 +29,6 @@ from real.onlab import (
     nothing_on_hosts,
     ok,
     past,
-    pids,
     status,
     up,
 )
@@ -340,7 +339,7 @@ def test_a_server_that_is_silent_for_a_while(lab: PbsLab, words: list[str]) -> N
 @pytest.mark.parametrize(("host", "ends"), [("n1", True), ("n2", False)])
 def test_an_agent_is_killed(lab: PbsLab, words: list[str], host: str, ends: bool) -> None:
     up(lab, words, "--nodes", "2")
-    keeper, *_ = pids(lab, host, "agent.pyz node")
+    keeper, *_ = lab.find(host, "agent.pyz", "node")
     agent = lab.root(host, "pgrep", "-P", keeper, "-f", "agent.pyz").out.split()[0]
     lab.root(host, "kill", "-9", agent)
     if ends:
@@ -550,4 +549,4 @@ pbsdsh -n 1 -- /bin/sh -c 'sleep 600 & exit 0'; echo code $?
     assert (
         "pbsdsh: task 0x00000000 exit status 7" in said and "pbsdsh: task 0x00000000 exit status 254" in said
     )
-    assert not pids(lab, "n2", "sleep 600"), "what a task leaves behind ends with it"
+    assert not lab.find("n2", "sleep", "600"), "what a task leaves behind ends with it"

@@ -13,7 +13,7 @@ import pytest
 
 from lab import ROOT, USER, Lab, wait_for
 from real.faults import fake_ray, four_lines
-from real.onlab import SILENT, becomes, kill_whole, no_clusters, nothing_on_hosts, ok, past, pids, status, up
+from real.onlab import SILENT, becomes, kill_whole, no_clusters, nothing_on_hosts, ok, past, status, up
 
 pytestmark = [pytest.mark.needs_slurm]
 
@@ -68,7 +68,7 @@ def words(lab: Lab) -> list[str]:
 def test_a_worker_machine_loses_power_while_it_starts(lab: Lab, words: list[str]) -> None:
     gate = lab.home / "gate"
     going = lab.start("up", *words, "--name", "lab", "--nodes", "3", env={"GATE": str(gate)})
-    wait_for("agents on n3", lambda: pids(lab, "n3", "agent.pyz"))
+    wait_for("agents on n3", lambda: lab.find("n3", "agent.pyz"))
     lab.kill("n3")
     lab.put("gate", "")
     out, err = going.communicate(timeout=300)
@@ -132,7 +132,7 @@ def test_a_head_behind_a_cut_cable(lab: Lab, words: list[str]) -> None:
 @pytest.mark.parametrize("host, ends", [("n1", True), ("n2", False)])
 def test_an_agent_is_killed(lab: Lab, words: list[str], host: str, ends: bool) -> None:
     up(lab, words, "--nodes", "2")
-    keeper, *_ = pids(lab, host, "agent.pyz node")
+    keeper, *_ = lab.find(host, "agent.pyz", "node")
     agent = lab.root(host, "pgrep", "-P", keeper, "-f", "agent.pyz").out.split()[0]
     lab.root(host, "kill", "-9", agent)
     if ends:

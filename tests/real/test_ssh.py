@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from lab import NET, ROOT, USER, Lab, wait_for
+from lab import NET, ROOT, USER, Lab, is_of_a_node, wait_for
 from real.faults import fake_ray, four_lines
 from real.onlab import becomes, no_clusters, nothing_on_hosts, ok, status
 
@@ -172,14 +172,13 @@ def test_an_interrupted_up_is_taken_up(lab: Lab) -> None:
     slow = {"venv": str(ROOT / "shared/fake"), "env": {"GATE": str(gate)}}
     going = lab.start("up", write(lab, environment=slow))
     wait_for("agents on n3", lambda: lab.left_on("n3"))
-    lab.root("ctl", "sh", "-c", f"kill -9 $(pgrep -u {USER} -f 'heliostat up')")
+    lab.root("ctl", "kill", "-9", *lab.find("ctl", "-m", "heliostat", "up"))
     going.wait(timeout=60)
     gate.write_text("")
     ok(lab.heliostat("up", "lab.yaml"))
     gate.unlink()
     for host in ("n1", "n2", "n3"):
-        agents = lab.root(host, "pgrep", "-u", USER, "-fc", "agent.pyz node").out.strip()
-        assert agents == "2", f"one keeper and its agent on {host}"
+        assert len(lab.find(host, "agent.pyz", "node")) == 2, f"one keeper and its agent on {host}"
     ok(lab.heliostat("down", "lab"))
 
 
@@ -291,7 +290,7 @@ def test_a_machine_that_is_given_up(lab: Lab) -> None:
 def test_a_cable_is_cut_while_it_ends(lab: Lab) -> None:
     ok(lab.heliostat("up", write(lab)))
     going = lab.start("down", "lab")
-    wait_for("the head's agent ends", lambda: not lab.root("n1", "pgrep", "-f", "agent.pyz node").out)
+    wait_for("the head's agent ends", lambda: not lab.find("n1", "agent.pyz", "node", user=None))
     lab.cut("n3")
     time.sleep(1)
     lab.heal("n3")
@@ -362,7 +361,7 @@ def test_another_shell_and_a_home_with_a_space(lab: Lab, shell: str) -> None:
     assert "n2 | it's" in ok(lab.heliostat("exec", "lab", "--", "echo", "it's", "$HOME", "!x")).out
     ok(lab.heliostat("down", "lab"))
     for host in ("n1", "n2"):
-        assert not lab.root(host, "pgrep", "-u", user, "-f", "agent.pyz|bin/ray").out.split()
+        assert not any(map(is_of_a_node, lab.processes(host, user).values()))
     assert not list((ROOT / f"home/of {shell}/.heliostat").rglob("token"))
 
 

@@ -330,3 +330,25 @@ def test_where_it_cannot_be_broadcast_every_node_reads_it(
     made = staged(tmp_path, broadcast={"copy": copy, "remove": ["rm", "-f"]})
     asyncio.run(made.share())
     assert "copy" not in made.stage and not list(tmp_path.glob("hs-*.tar"))
+
+
+# --- a path with a space
+
+
+@pytest.mark.parametrize("name", ["my env", "a\tb"])
+def test_a_path_with_a_space_is_reached_by_a_link(tmp_path: Path, name: str) -> None:
+    """Ray does not quote the path of its Python."""
+    home = tmp_path / name
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(home)], check=True, timeout=60)
+    place = temp(tmp_path)
+    python = runtime.without_space(str(home / "bin" / "python"), place)
+    assert python == os.path.join(place, "env", "bin", "python")
+    show = "import sys; print(sys.prefix)"
+    done = subprocess.run([python, "-c", show], capture_output=True, text=True, timeout=60)
+    assert done.stdout == f"{place}/env\n", "it is the same environment"
+    assert runtime.without_space(str(home / "bin" / "python"), place) == python, "twice is no error"
+
+
+def test_a_path_without_one_is_used_as_it_is(tmp_path: Path) -> None:
+    assert runtime.without_space("/v/bin/python3", temp(tmp_path)) == "/v/bin/python3"
+    assert os.listdir(temp(tmp_path)) == []

@@ -34,6 +34,17 @@ def make(config: Json, temp: str) -> Own:
     return Staged(config, temp) if config.get("stage") else Own(config, temp)
 
 
+def without_space(python: str, temp: str) -> str:
+    """The same Python by a path without a space. Ray writes the path into shell commands without quoting it, so that workers
+    with a runtime environment and the server of Ray Client would not start. A link in our private directory leads there."""
+    if not any(letter.isspace() for letter in python):
+        return python
+    home, link = os.path.dirname(os.path.dirname(python)), os.path.join(temp, "env")
+    if not os.path.islink(link):
+        os.symlink(home, link)
+    return os.path.join(link, "bin", os.path.basename(python))
+
+
 class Own:
     """The Python that runs us, and the Ray beside it."""
 
@@ -52,6 +63,7 @@ class Own:
         """Makes it usable here. Raises Refused."""
         if os.path.isdir(sys.prefix + UNFINISHED):
             raise Refused("%s is half made: `heliostat setup` finishes it" % sys.prefix)
+        self.python = without_space(self.python, self.temp)
 
     async def versions(self) -> Json:
         """{"ray": version or None, "python": version}"""
