@@ -21,6 +21,7 @@ from heliostat.units import parse_bytes
 
 CONNECT_S = 15.0
 Dial = Callable[[float], socket.socket]
+_SHOWN = "heliostat_command"  # key of a job's metadata: the command as the user gave it
 FINAL = frozenset({"SUCCEEDED", "FAILED", "STOPPED"})
 _AMOUNT = r"([\d.]+)(B|KiB|MiB|GiB|TiB)?"
 _USED = re.compile(
@@ -250,9 +251,16 @@ class RayApi:
             raise self._refused(f"GET job {job_id}", status, content)
         return _job(self._parse(content))
 
-    def submit(self, entrypoint: str, job_id: str, runtime_env: dict[str, Any]) -> str:
-        """Hands a job to Ray. Waits a little for a head whose job agent is not up yet: it has no effect before."""
-        request = {"entrypoint": entrypoint, "submission_id": job_id, "runtime_env": runtime_env}
+    def submit(self, entrypoint: str, job_id: str, runtime_env: dict[str, Any], shown: str = "") -> str:
+        """Hands a job to Ray. Waits a little for a head whose job agent is not up yet: it has no effect before. shown: the
+        command as the user gave it, where the entrypoint has more."""
+        request: dict[str, Any] = {
+            "entrypoint": entrypoint,
+            "submission_id": job_id,
+            "runtime_env": runtime_env,
+        }
+        if shown and shown != entrypoint:
+            request["metadata"] = {_SHOWN: shown}
         deadline = time.monotonic() + 60
         while True:
             status, content = self._call("POST", "/api/jobs/", request, timeout=120)
@@ -411,7 +419,7 @@ def _job(item: dict[str, Any]) -> dict[str, Any]:
         "id": item.get("submission_id") or item.get("job_id"),
         "kind": "driver" if item.get("type") == "DRIVER" else "job",
         "status": item.get("status"),
-        "entrypoint": item.get("entrypoint"),
+        "entrypoint": (item.get("metadata") or {}).get(_SHOWN) or item.get("entrypoint"),
         "started": started / 1000 if started else None,
         "seconds": round(seconds, 3) if seconds is not None else None,
         "exit_code": 128 - code if code is not None and code < 0 else code,

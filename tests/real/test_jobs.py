@@ -155,6 +155,37 @@ def test_the_working_dir_travels_without_what_git_ignores(tmp_path: Path) -> Non
     assert "is not a folder" in said.stderr
 
 
+def test_the_callers_directory_is_the_jobs(tmp_path: Path) -> None:
+    """As the README has it: `submit lab -- python work.py`, in the directory of work.py."""
+    folder = tmp_path / "it's here"
+    folder.mkdir()
+    (folder / "work.py").write_text("import os; print(os.getcwd())")
+    done = heliostat("submit", NAME, "--wait", "--job-id", "here", "--", "python", "work.py", cwd=folder)
+    assert own(done.stdout) == f"{folder}\n"
+    line = "for word in a b; do echo $word; done; pwd"
+    done = heliostat("submit", NAME, "--wait", "--", line, cwd=folder)
+    assert own(done.stdout) == f"a\nb\n{folder}\n"
+    (listed,) = [job for job in document("jobs", NAME)["jobs"] if job["id"] == "here"]
+    assert listed["entrypoint"] == "python work.py"
+    (tmp_path / "runtime.yaml").write_text(f'working_dir: "{folder}"\n')
+    for options in (["--working-dir", folder], ["--runtime-env", tmp_path / "runtime.yaml"]):
+        done = heliostat("submit", NAME, "--wait", *options, "--", "python", "work.py", cwd=tmp_path)
+        assert "working_dir_files" in own(done.stdout)  # of an uploaded copy
+    heliostat("submit", NAME, "--wait", "--no-working-dir", "--", "python", "work.py", code=2, cwd=folder)
+    heliostat("submit", NAME, "--no-working-dir", "--working-dir", folder, "--", "true", code=2)
+
+
+@pytest.mark.parametrize("job_id", ["a b/c", "../x", "", "-x", ".", "é", "x" * 101], ids=ascii)
+def test_an_id_that_ray_cannot_use_is_refused(job_id: str) -> None:
+    before = document("jobs", NAME)["jobs"]
+    said = heliostat("submit", NAME, f"--job-id={job_id}", "--", "true", code=2).stderr
+    assert "cannot be the id of a job" in said and "hint: --job-id " in said
+    with api.connect(NAME) as cluster, pytest.raises(api.HeliostatError) as refused:
+        cluster.submit("true", job_id=job_id)
+    assert refused.value.exit_code == 2
+    assert document("jobs", NAME)["jobs"] == before
+
+
 @pytest.mark.parametrize(
     "words",
     [["submit", "nowhere", "--", "true"], ["jobs", "nowhere"], ["stop", "nowhere", "x"], ["logs", "nowhere", "x"],
