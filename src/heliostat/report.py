@@ -28,6 +28,9 @@ def status(life: Lifecycle, name: str) -> dict[str, Any]:
             jobs += [job for job in api.jobs() if job["kind"] == "job" or job["status"] not in FINAL]
         except HeliostatError as found:
             error = error or found
+    idle_s = pulse.get("idle_s")
+    if idle_s is not None and any(job["status"] not in FINAL for job in jobs):
+        idle_s = 0.0  # the head looks for work every few seconds only
     keys = ("id", "status", "entrypoint", "started", "seconds", "exit_code")
     return {
         "schema": 1,
@@ -39,7 +42,7 @@ def status(life: Lifecycle, name: str) -> dict[str, Any]:
         "dashboard_port": connection.get("dashboard_port"),
         "started": record.created,
         "time_left_s": pulse.get("time_left_s"),
-        "idle_s": pulse.get("idle_s"),
+        "idle_s": idle_s,
         "problem": str(error or ""),
         **({"remedy": f"{error.hint}\n{error.more}"} if error and error.more else {}),
         "nodes": [

@@ -265,15 +265,18 @@ class Head(Node):
 
     async def look_for_activity(self) -> None:
         assert self.block
-        if self.work and self.work.waits_or_runs:
+        if self.guests_at_work() or (self.work and self.work.waits_or_runs):
             return self.idle.note(True)
         since, self.looked = self.looked, time.time()  # what began and ended between two looks counts
         try:
             self.idle.note(await activity(self.dashboard, since) is not None)
         except (OSError, KeyError, TypeError, asyncio.TimeoutError):
-            self.idle.note(True)  # we do not know, so nobody's work is ended
-        if self.idle.is_over():
-            self.stop("idle for %d s" % self.idle.seconds())
+            self.idle.note(True, known=False)  # so nobody's work is ended
+        if not self.idle.is_over():
+            return
+        if await self.busy():  # look again: work may have begun while we looked
+            return self.idle.note(True)
+        self.stop("idle for %d s" % self.idle.seconds())
 
     async def command(self) -> None:
         """Runs the user's command here when enough nodes are there. Its end is the cluster's end."""
