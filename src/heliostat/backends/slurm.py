@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from heliostat.backends import _batch
 from heliostat.backends._batch import DAY_S, OBSERVE_S
-from heliostat.backends._slurm_words import IN_TURN, observation
+from heliostat.backends._slurm_words import IN_TURN, LONG_OPTIONS, observation
 from heliostat.backends.base import Check, File, Handle, Observation, Order, Plan, Question, Step, by_name
 from heliostat.errors import HeliostatError, UsageError
 from heliostat.states import NodeState
@@ -99,6 +99,7 @@ class Options:
 class Slurm(_batch.Batch):
     name: ClassVar[str] = "slurm"
     Options: ClassVar[type] = Options
+    long_options: ClassVar[frozenset[str]] = LONG_OPTIONS
     after: ClassVar[tuple[str, ...]] = (AFTER,)  # not a heterogeneous job: that would start all or nothing
     insists: ClassVar[bool] = False
     last_resort: ClassVar[str] = "scancel"

@@ -12,8 +12,8 @@ from typing import Any
 
 import click
 
-from heliostat.cli.native import SiteCommand, command_line
-from heliostat.cli.options import cluster_options, common, read_config
+from heliostat.cli.native import SiteCommand, command_line, native_options
+from heliostat.cli.options import cluster_options, common, read_config, refuse_options
 from heliostat.cli.output import Output
 from heliostat.errors import UsageError
 from heliostat.jobs import Jobs
@@ -44,6 +44,14 @@ def command(
     argv = script_command(tuple(command_line()))
     life = Lifecycle(emit=out.emit)
     if cluster:
+        refuse_options(
+            {**values, "file": file},
+            f"`--cluster {cluster}`",
+            "that cluster runs already, with nodes of its own",
+            f"heliostat scale {cluster} N changes its nodes; without --cluster a new one is started",
+        )
+        if native := native_options():
+            raise UsageError(f"no such option: `{native[0]}`", hint="heliostat run --help")
         return run_on(out, life, cluster, argv, detach, dry_run)
     fresh = (
         {} if values.get("name") else {"name": f"run-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}"}
