@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from heliostat import backends
+from heliostat.accounting import note_joins
 from heliostat.backends.base import Handle
 from heliostat.errors import (
     DeadlineError,
@@ -270,6 +271,7 @@ class Ending(Looking):
                 job.update(
                     last[job["id"]], **({} if over else {"status": "STOPPED"})
                 )  # it ended with the cluster
+        note_joins(record, view.live)
         if record.id not in self._at_home:  # nobody has called `cancel`: it ended by itself
             self._remove_left(view.folder, record)
         self._bring_home(view.folder, record)

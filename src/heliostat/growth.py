@@ -239,8 +239,8 @@ def join(life: Lifecycle, name: str, spec: ClusterSpec, command: dict[str, Any] 
             f" to run {command['text']}" if command else ""
         )
         folder.append({"at": time.time(), "kind": "note", "text": text})
-        if command:
-            record.jobs.append({"id": guest, "entrypoint": command["text"], "submitted": time.time()})
+        about = {"id": guest, "entrypoint": command["text"] if command else "", "submitted": time.time()}
+        record.jobs.append({**about, "nodes": len(nodes)})
         folder.save(record)
         life.launch(folder, record, order, plan)
     return life.look(folder), guest

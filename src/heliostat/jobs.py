@@ -446,7 +446,7 @@ class Jobs:
                 return guest, 0
             code = self._follow(view.folder, tail)
             status = "SUCCEEDED" if code == 0 else "FAILED"
-            self._remember(name, {"id": guest, "status": status, "exit_code": code, "seconds": None})
+            self._note(view.folder, {"id": guest, "status": status, "exit_code": code})
             growth.wait_gone(self.life, view.folder, guest)
             return guest, code
         except KeyboardInterrupt:

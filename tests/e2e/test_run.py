@@ -86,6 +86,7 @@ def test_a_command_that_floods_and_is_killed(home: Path) -> None:
     assert done.stderr.count("e" * 1_000_000) == 1
     (row,) = document("history")["history"]
     assert row["name"].startswith("run-") and row["exit_code"] == 137
+    assert row["waited_s"] > 0 and row["ran_s"] > 0 and row["node_hours"] is not None
     assert remembered(home, row["name"])["why"] == "the command ended with code 137"
 
 

@@ -560,3 +560,22 @@ def test_nodes_that_join_with_a_script_leave_with_it(pair: Pair, tmp_path: Path)
     done = heliostat("join", NAME, "--nodes", 2, "--cpus-per-node", 1, script, code=7)
     assert "['head', 'j1-1', 'j1-2', 'w1']" in done.stdout, "it runs when all that came with it are there"
     assert [node["name"] for node in document("status", NAME)["nodes"]] == ["head", "w1"]
+
+
+def test_the_history_has_what_joins_used(pair: Pair) -> None:
+    small = ("--cpus-per-node", 1, "--object-store", "100M")
+    detached = heliostat("join", NAME, "--detach", *small, "--", "sh", "-c", "exit 3").stdout.strip()
+    until(lambda: joined(detached)["exit_code"] == 3, "the exit code of a join that nobody follows")
+    row = until(lambda: joined(detached)["node_hours"] and joined(detached), "its node-hours")
+    assert (row["kind"], row["nodes"], row["why"], row["what"]) == ("join", 1, "failed", "sh -c 'exit 3'")
+    assert row["waited_s"] > 0 and row["ran_s"] >= 0
+    plain = heliostat("join", NAME, *small).stdout.strip()
+    row = joined(plain)
+    assert (row["kind"], row["nodes"], row["what"], row["exit_code"]) == ("join", 1, "join", None)
+    assert row["waited_s"] > 0 and row["node_hours"] is None, "it is still there"
+    (cluster,) = [row for row in document("history")["history"] if row["name"] == NAME]
+    assert cluster["nodes"] == 2, "the nodes of joins are in rows of their own"
+
+
+def joined(join: str) -> dict[str, Any]:
+    return next(row for row in document("history")["history"] if row["name"] == f"{NAME}/{join}")

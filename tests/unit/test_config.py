@@ -69,7 +69,9 @@ def test_the_example_of_the_contract(file: Path) -> None:
 
 def test_a_variable_that_is_no_key_is_refused(file: Path) -> None:
     error = refused(file, "", {"HELIOSTAT_NODS": "2"})
-    assert error.what == "unknown variable `HELIOSTAT_NODS`" and error.hint == "did you mean `HELIOSTAT_NODES`?"
+    assert (
+        error.what == "unknown variable `HELIOSTAT_NODS`" and error.hint == "did you mean `HELIOSTAT_NODES`?"
+    )
     assert read(file, "", {"HELIOSTAT_NODS": "", "HELIOSTAT_JOB": "x", "OTHER_NODS": "2"}).spec.nodes == 1
     config = read(file, "on: slurm\n", {"HELIOSTAT_SLURM__PARTITION": "gpu"})
     assert config.spec.sites["slurm"] == {"partition": "gpu"}

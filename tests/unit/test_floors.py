@@ -52,6 +52,7 @@ FLOORS: dict[str, float] = {
     # the public Python API
     "api": 3.8,
     **dict.fromkeys(("doctor", "jobs"), 3.7),
+    "accounting": 2.5,
     "telling": 2.5,
     "planning": 2.5,  # what is to be done; decided there, done by whoever is above
     **dict.fromkeys(("environment", "inventory"), 2.7),

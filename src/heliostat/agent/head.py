@@ -43,6 +43,7 @@ class Head(Node):
         )
         self.work = Command(self.runtime, self.flush) if mine(config) else None
         self.enough = asyncio.Event()
+        self.ready_since: Optional[float] = None
         self.started = self.looked = time.time()
         self.ended: Optional[Json] = None
         self.idle = IdleClock(config.get("idle") or {}, self._path("keepalive"))
@@ -62,13 +63,17 @@ class Head(Node):
 
     def learn(self, node: str, status: Json) -> None:
         old = self.nodes.get(node, {})
+        since = old.get("ready") if old.get("launch") == status.get("launch") else None
+        if since or (status.get("state") == "READY" and status.get("since")):
+            status["ready"] = since or status["since"]  # the history counts from then on
         self.nodes[node] = status
         if any(old.get(key) != status.get(key) for key in ("state", "reason", "job")):
             self.note({"node": node, "state": status.get("state"), "reason": status.get("reason")})
             self.flush_soon()
         self.alive += (status.get("state") == "READY") - (old.get("state") == "READY")
-        if self.alive >= self.config["min_nodes"]:
+        if self.alive >= self.config["min_nodes"] and not self.enough.is_set():
             self.enough.set()
+            self.ready_since = time.time()
 
     def heard(self, node: str, message: Json) -> Json:
         """A worker speaks; the answer tells it that we live, and whether the nodes that it waits for are there."""
@@ -128,7 +133,8 @@ class Head(Node):
     def flush(self) -> None:
         self._flush_due = False
         job = self.work.job if self.work else None
-        state = {"schema": 1, "nodes": self.nodes, "job": job, "started": self.started, "warned": self.warned}
+        state = {"schema": 1, "nodes": self.nodes, "job": job, "started": self.started, "warned": self.warned,
+                 "ready": self.ready_since}  # fmt: skip
         try:
             # on one line: indenting takes Python's slow encoder, and this is written while everybody calls
             text = json.dumps({**state, "jobs": self.jobs, "ended": self.ended})

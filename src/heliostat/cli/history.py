@@ -62,27 +62,32 @@ def _span(seconds: float | None) -> str:
 
 
 def rows_of(record: Record) -> list[dict[str, Any]]:
-    """The cluster, then the jobs that were submitted to it."""
+    """The cluster, then the joins and the jobs that were submitted to it."""
     # never below nothing: the clock may have been set back meanwhile
     waited = max(0.0, record.ready - record.created) if record.ready else None
     ran = max(0.0, record.ended - record.ready) if record.ready and record.ended else None
     what = record.command["text"] if record.command else "cluster"
+    joins = {job["id"] for job in record.jobs if "nodes" in job}
+    nodes = sum(node.guest not in joins for node in record.nodes.values())
     rows = [
         {
             "name": record.name,
             "kind": record.kind,
             "what": what,
             "site": record.site,
-            "nodes": len(record.nodes),
+            "nodes": nodes,
             "started": _when(record.created),
             "waited_s": _round(waited),
             "ran_s": _round(ran),
-            "node_hours": round(ran * len(record.nodes) / 3600, 4) if ran is not None else None,
+            "node_hours": round(ran * nodes / 3600, 4) if ran is not None else None,
             "exit_code": record.exit_code,
             "why": record.reason,
         }
     ]
     for job in record.jobs:
+        if job["id"] in joins:
+            rows.append(_row_of_join(record, job))
+            continue
         rows.append(
             {
                 "name": f"{record.name}/{job['id']}",
@@ -99,6 +104,24 @@ def rows_of(record: Record) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def _row_of_join(record: Record, join: dict[str, Any]) -> dict[str, Any]:
+    ready, used = join.get("ready"), join.get("node_seconds")
+    there = max(0.0, join["ended"] - ready) if ready and join.get("ended") else None
+    return {
+        "name": f"{record.name}/{join['id']}",
+        "kind": "join",
+        "what": join["entrypoint"] or "join",
+        "site": record.site,
+        "nodes": join["nodes"],
+        "started": _when(join["submitted"]),
+        "waited_s": _round(max(0.0, ready - join["submitted"])) if ready else None,
+        "ran_s": _round(there if join.get("seconds") is None else join["seconds"]),
+        "node_hours": None if used is None else round(used / 3600, 4),
+        "exit_code": join.get("exit_code"),
+        "why": (join.get("status") or "").lower(),
+    }
 
 
 def _when(moment: float) -> str:
