@@ -26,7 +26,7 @@ LARGEST_TREE = 20_000  # values; a file of aliases to aliases is small and enorm
 _KNOWN_ENVIRONMENT = {"USER_PORT_OFFSET": "network.port_offset", "RAY_OBJECT_STORE": "object_store"}
 _PREFIX = "HELIOSTAT_"
 # of the client and of the processes of a cluster, from where a person may start another one
-_NOT_KEYS = {"HOME", "DEBUG", "NODE", "CLUSTER", "CONFIG", "KUBECONFIG", "COMPLETE", "BENCH"}
+_NOT_KEYS = {"HOME", "DEBUG", "NODE", "CLUSTER", "CONFIG", "KUBECONFIG", "COMPLETE", "BENCH", "HISTORY_SIZE"}
 _NOT_KEYS |= {"BEGAN", "RANK", "JOB", "RAY_REPORT"}
 
 

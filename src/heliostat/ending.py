@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from heliostat import backends
+from heliostat import backends, retention
 from heliostat.accounting import note_joins
 from heliostat.backends.base import Handle
 from heliostat.errors import (
@@ -24,7 +24,7 @@ from heliostat.looking import Looking, View, make_move
 from heliostat.states import TERMINAL, NodeState
 from heliostat.store import ClusterFolder, Record
 from heliostat.telling import handle_of
-from heliostat.units import count
+from heliostat.units import count, format_bytes
 
 if TYPE_CHECKING:
     from heliostat.mirror import Mirror
@@ -282,7 +282,17 @@ class Ending(Looking):
         except NotFoundError:
             folder = self.store.last_past(record.name) or view.folder
         self.emit(Event("done", f"`{record.name}` has ended", None, {"reason": record.reason}))
+        self._prune_history(folder)
         return View(folder, record, view.live)
+
+    def _prune_history(self, newest: ClusterFolder) -> None:
+        try:
+            pruned, freed = retention.enforce(self.store, newest)
+        except HeliostatError as error:
+            return self.emit(Event("note", f"the history was not pruned: {error}"))
+        if pruned:
+            text = f"the history is over its limit: removed the logs of {count(pruned, 'cluster')}, {format_bytes(freed)}"
+            self.emit(Event("note", text))
 
     def _remove_left(self, folder: ClusterFolder, record: Record) -> None:
         """A node whose every process was killed leaves its private directory, with a copy of the token. Where hosts have files of

@@ -41,7 +41,9 @@ FLOORS: dict[str, float] = {
         1,
     ),
     **dict.fromkeys(("authority", "tls"), 1),
-    **dict.fromkeys(("launching", "mirror", "staging"), 1.5),  # they read and write, and know the store
+    **dict.fromkeys(
+        ("launching", "mirror", "retention", "staging"), 1.5
+    ),  # they read and write, and know the store
     "backends": 2,
     "elastic": 2,
     # where order is decided: what is true, the way back, the way there

@@ -102,8 +102,11 @@ def show(sink: Sink, life: Lifecycle, folder: ClusterFolder, what: str) -> None:
     elif ended:
         kept = sorted(folder.logs.glob(f"*/job-driver-{what}.log"))
         if not kept:
+            gone = "" if folder.logs.exists() else "its logs were removed: the history has a size limit"
             raise NotFoundError(
-                f"there is no job or node `{what}` in what is kept of `{record.name}`", saw=str(folder.logs)
+                f"there is no job or node `{what}` in what is kept of `{record.name}`",
+                because=gone,
+                saw=str(folder.logs),
             )
         copy(sink, "out", kept[0])
     else:
