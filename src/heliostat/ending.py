@@ -111,7 +111,8 @@ class Ending(Looking):
         """Stopping comes first: a disk that cannot take the record keeps nobody's machines."""
         try:
             record, written = self._ask_for_end(folder, reason)
-            self.emit(Event("note", f"stopping {count(len(record.nodes), 'node')} of `{record.name}`"))
+            if started := sum(node.handle is not None for node in record.nodes.values()):
+                self.emit(Event("note", f"stopping {count(started, 'node')} of `{record.name}`"))
             backend = backends.load(record.site)
             handles = [Handle.from_json(h) for h in record.handles]
             if any(node.handle is None for node in record.nodes.values()):

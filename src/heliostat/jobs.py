@@ -17,7 +17,7 @@ from heliostat.events import Event
 from heliostat.lifecycle import Lifecycle
 from heliostat.looking import RUN, View, command_of
 from heliostat.rayapi import NoAnswer, NotLetIn, RayApi
-from heliostat.report import run_job
+from heliostat.report import run_job, without_driver
 from heliostat.script import quote
 from heliostat.states import TERMINAL, NodeState
 from heliostat.store import ClusterFolder
@@ -100,7 +100,8 @@ class Jobs:
 
     def list(self, name: str) -> list[dict[str, Any]]:
         view = self.life.find(name)
-        return ([run_job(view.run)] if view.run else []) + self.life.api(view).jobs()
+        jobs = without_driver(self.life.api(view).jobs(), view.run)
+        return ([run_job(view.run)] if view.run else []) + jobs
 
     def submit(
         self,
@@ -145,7 +146,9 @@ class Jobs:
         runtime["env_vars"] = {**ours, **(runtime.get("env_vars") or {}), **(env or {})}
         job_id = job_id or f"{view.record.name}-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}"
         submitted = api.submit(entrypoint, job_id, runtime, shown)
-        self._note(view.folder, {"id": submitted, "entrypoint": shown, "submitted": time.time()})
+        self._note(
+            view.folder, {"id": submitted, "entrypoint": shown, "ran": entrypoint, "submitted": time.time()}
+        )
         return submitted
 
     def in_place(self, view: View) -> bool:

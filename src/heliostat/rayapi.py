@@ -17,6 +17,7 @@ from typing import Any
 from urllib.parse import quote, urlencode
 
 from heliostat.errors import AccessDenied, HeliostatError, NotFoundError
+from heliostat.joboutput import OwnOutput
 from heliostat.units import parse_bytes
 
 CONNECT_S = 15.0
@@ -296,7 +297,7 @@ class RayApi:
         """A job's output from its first byte, as it is written; ends after the last byte of an ended job. poll: called now
         and then while the job runs; what it raises ends this.
 
-        Ray's own tail looks once a second and may miss what is written in its last second; this reads the raw file
+        Lines that Ray writes into the file are left out. Ray's own tail looks once a second and may miss what is written in its last second; this reads the raw file
         through Ray's log service and, when the job has ended, once more to its very end.
         """
         job = self.job(job_id)
@@ -304,6 +305,7 @@ class RayApi:
             raise HeliostatError(
                 f"Ray keeps no output of `{job_id}`", because="it is a driver that was not started as a job"
             )
+        own = OwnOutput(job_id, job["ran"])
         seen, asked, pause = 0, time.monotonic(), 0.05
         reader: _Reader | None = None
         try:
@@ -313,7 +315,8 @@ class RayApi:
                     reader = _Reader(self, job, seen)
                 for chunk in reader.take(pause) if reader else ():
                     seen += len(chunk)
-                    yield chunk
+                    if mine := own.feed(chunk):
+                        yield mine
                 if reader is None or reader.over:
                     time.sleep(pause)  # the file is not there yet
                 if time.monotonic() - asked >= pause:
@@ -321,7 +324,11 @@ class RayApi:
         finally:
             if reader:
                 reader.close()
-        yield from self._whole(job, seen)
+        for chunk in self._whole(job, seen):
+            if mine := own.feed(chunk):
+                yield mine
+        if mine := own.close():
+            yield mine
 
     def _log_query(self, job: dict[str, Any], **more: Any) -> str:
         name = f"job-driver-{job['id']}.log"
@@ -425,6 +432,8 @@ def _job(item: dict[str, Any]) -> dict[str, Any]:
         "exit_code": 128 - code if code is not None and code < 0 else code,
         "message": item.get("message") or "",
         "node_id": item.get("driver_node_id"),
+        "ran": item.get("entrypoint"),  # what Ray runs; `entrypoint` is the command as it was given
+        "pid": (item.get("driver_info") or {}).get("pid"),
         "ray_id": item.get("job_id"),  # what its actors and tasks call it
     }
 

@@ -25,7 +25,11 @@ def status(life: Lifecycle, name: str) -> dict[str, Any]:
             api = life.api(view)
             for node in api.nodes():  # one that a platform started has no name of ours
                 ray_nodes[node["name"]] = ray_nodes[node["ip"]] = node
-            jobs += [job for job in api.jobs() if job["kind"] == "job" or job["status"] not in FINAL]
+            jobs += [
+                job
+                for job in without_driver(api.jobs(), view.run)
+                if job["kind"] == "job" or job["status"] not in FINAL
+            ]
         except HeliostatError as found:
             error = error or found
     idle_s = pulse.get("idle_s")
@@ -59,6 +63,12 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
     started = job.get("started")
     seconds = (job.get("ended") or time.time()) - started if started else None
     return {**job, "kind": "run", "seconds": None if seconds is None else round(seconds, 3), "message": ""}
+
+
+def without_driver(jobs: list[dict[str, Any]], run: dict[str, Any]) -> list[dict[str, Any]]:
+    """Ray's jobs without the driver that is the command of a `run`: that has a row of its own."""
+    pid = run.get("pid")
+    return [job for job in jobs if pid is None or job["kind"] != "driver" or job["pid"] != pid]
 
 
 def _node(node: NodeRecord, told: dict[str, Any], ray: dict[str, Any]) -> dict[str, Any]:

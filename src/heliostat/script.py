@@ -30,6 +30,11 @@ bad=$(printf '%s\n' "$all" | while read -r owner mode rest; do case $owner in "$
 """.strip()
 
 
+def by_shell(argv: Sequence[str]) -> list[str]:
+    """Words that run the command as it is, and end with 127 where there is none: the code of a shell."""
+    return ["sh", "-c", 'exec "$@"', "sh", *argv]
+
+
 def quote(words: Sequence[str]) -> str:
     """One shell line that means exactly these words."""
     return shlex.join(words)

@@ -32,6 +32,7 @@ FLOORS: dict[str, float] = {
             "transport",
             "store",
             "rayapi",
+            "joboutput",
             "relay",
             "tunnel",
             "upload",

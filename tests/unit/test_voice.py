@@ -24,7 +24,10 @@ import pytest
 
 from heliostat import __version__
 from heliostat.cli import app
+from heliostat.cli.run import check_command
+from heliostat.errors import UsageError
 from heliostat.planning import agent_archive
+from heliostat.spec import ClusterSpec
 from heliostat.states import NodeState
 from heliostat.store import ClusterFolder, NodeRecord, Record, Store
 from heliostat.transport import process_start
@@ -374,6 +377,10 @@ CASES: dict[str, Case] = {
     "run-missing-script-far": case("run /nowhere/x.py", scripts),
     "run-folder": case("run folder.py", scripts),
     "run-not-python": case("run plain.txt", scripts),
+    "run-no-such-command": case("run -- nosuchcommand --x"),
+    "run-a-script-as-a-command": case("run -- train.py --lr 0.1", scripts),
+    "run-a-script-as-a-command-elsewhere": case("run --on slurm -- train.py", scripts),
+    "scale-no-groups": case("scale lab 1 --group gpu", silent),
     "run-unknown-option": case("run --nodse 2 train.py", scripts),
     "run-slurm-misspelled": case("run --on slurm --nodez 4 --dry-run train.py", scripts),
     "run-slurm-misspelled-theirs": case("run --on slurm --partiton=gpu --dry-run train.py", scripts),
@@ -607,6 +614,7 @@ RAY_CASES: dict[str, tuple[str, ...]] = {
     "ray-run-on-a-cluster": ("run", "--cluster", "lab", "--detach", "--json", "--", "true"),
     "ray-logs-job": ("logs", "lab", "j2"),
     "ray-logs-no-such-job": ("logs", "lab", "j9"),
+    "ray-logs-no-such-node": ("logs", "lab", "w9"),
     "ray-stop": ("stop", "lab", "j1"),
     "ray-stop-ended": ("stop", "lab", "j2"),
     "ray-stop-json": ("stop", "lab", "j1", "--json"),
@@ -649,6 +657,31 @@ def test_what_is_said_with_a_head_that_answers(person: Person, name: str) -> Non
 
 
 # -- the rest of the voice
+
+
+@pytest.mark.parametrize(
+    ("name", "about", "refused"),
+    [
+        ("nosuch", {}, True),
+        ("sh", {}, False),
+        ("python", {}, False),
+        ("/no/such", {}, True),
+        ("./nosuch.sh", {"on": "slurm"}, True),
+        ("nosuch", {"on": "slurm"}, False),  # the nodes have a PATH of their own
+        ("/no/such", {"on": "slurm"}, False),
+        ("nosuch.py", {"on": "slurm"}, True),
+        ("nosuch", {"environment": {"setup": ["module load x"]}}, False),
+        ("nosuch", {"environment": {"env": {"PATH": "/opt/bin"}}}, False),
+        ("nosuch", {"environment": {"conda": "x"}}, False),
+    ],
+)
+def test_a_command_that_cannot_exist_is_refused_before_anything_starts(
+    name: str, about: dict[str, Any], refused: bool
+) -> None:
+    spec = ClusterSpec.model_validate({"name": "x", **about})
+    with pytest.raises(UsageError) if refused else contextlib.nullcontext() as caught:
+        check_command([name], spec)
+    assert not caught or caught.value.exit_code == 127
 
 
 def test_a_script_that_may_not_be_read(person: Person, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 from heliostat.backends.base import RUN_S, Check, File, Handle, Observation, Order, Plan, Question, Step
 from heliostat.errors import HeliostatError, UsageError
 from heliostat.ownership import require_safe
+from heliostat.script import by_shell
 from heliostat.states import NodeState
 from heliostat.transport import process_start
 
@@ -143,7 +144,7 @@ class Local:
             )
 
     def execute(self, node: str, handle: Handle, argv: Sequence[str], host: Transport) -> Completed:
-        return host.run(argv, timeout=RUN_S)
+        return host.run(by_shell(argv), timeout=RUN_S)
 
     def bring_home(self, handles: Sequence[Handle], folder: Path) -> list[str]:
         return []  # it is here already

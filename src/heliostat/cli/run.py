@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import secrets
 import stat
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -19,6 +20,9 @@ from heliostat.errors import UsageError
 from heliostat.jobs import Jobs
 from heliostat.lifecycle import Lifecycle
 from heliostat.script import quote
+
+if TYPE_CHECKING:
+    from heliostat.spec import ClusterSpec
 
 
 @click.command(cls=SiteCommand)
@@ -59,6 +63,7 @@ def command(
     config = read_config({**values, **fresh}, file)
     if fresh:
         config = replace(config, origins={**config.origins, "name": "made up"})
+    check_command(argv, config.spec)
     what = {"argv": argv, "cwd": os.getcwd(), "text": quote(argv)}
     if dry_run:
         from heliostat.cli.dryrun import show
@@ -96,10 +101,33 @@ def script_command(words: tuple[str, ...]) -> list[str]:
     return ["python3", found[0].replace(os.sep, "/"), *found[1:]]
 
 
-def _exists(word: str) -> bool:
+def _exists(word: str, path: str | None = None) -> bool:
     import shutil
 
-    return shutil.which(word) is not None
+    return shutil.which(word, path=path) is not None
+
+
+def check_command(argv: list[str], spec: ClusterSpec) -> None:
+    """Raises where the command cannot exist on the head, before a cluster is started for it."""
+    name, environment = argv[0], spec.environment
+    unknown = environment.setup or environment.conda or environment.container or "PATH" in environment.env
+    if name in ("python", "python3") or unknown:
+        return
+    if os.sep not in name and (spec.on != "local" or environment.venv) and not name.endswith(".py"):
+        return  # the nodes have a PATH of their own
+    if os.path.isabs(name) and spec.on != "local":
+        return
+    if _exists(name, os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])):
+        return
+    here = os.path.isfile(name)
+    raise UsageError(
+        f"there is no command `{name}`",
+        because=f"`{name}` is a file that cannot be executed by that name" if here else "it is not on PATH",
+        hint=f"heliostat run {quote([name])}"
+        if here and name.endswith(".py")
+        else "heliostat run -- COMMAND",
+        exit_code=127,
+    )
 
 
 def check_script(name: str) -> None:
