@@ -433,7 +433,7 @@ def _job(item: dict[str, Any]) -> dict[str, Any]:
         "message": item.get("message") or "",
         "node_id": item.get("driver_node_id"),
         "ran": item.get("entrypoint"),  # what Ray runs; `entrypoint` is the command as it was given
-        "pid": (item.get("driver_info") or {}).get("pid"),
+        "pid": (item.get("driver_info") or {}).get("pid"),  # of a driver; Ray has it as text
         "ray_id": item.get("job_id"),  # what its actors and tasks call it
     }
 

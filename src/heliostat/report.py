@@ -68,7 +68,7 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
 def without_driver(jobs: list[dict[str, Any]], run: dict[str, Any]) -> list[dict[str, Any]]:
     """Ray's jobs without the driver that is the command of a `run`: that has a row of its own."""
     pid = run.get("pid")
-    return [job for job in jobs if pid is None or job["kind"] != "driver" or job["pid"] != pid]
+    return [job for job in jobs if pid is None or job["kind"] != "driver" or str(job["pid"]) != str(pid)]
 
 
 def _node(node: NodeRecord, told: dict[str, Any], ray: dict[str, Any]) -> dict[str, Any]:
