@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 from heliostat import rayyaml
 from heliostat.errors import UsageError
+from heliostat.script import CONNECTION_VARIABLES
 from heliostat.spec import ClusterSpec
 
 FILE = "heliostat.yaml"
@@ -28,6 +29,7 @@ _PREFIX = "HELIOSTAT_"
 # of the client and of the processes of a cluster, from where a person may start another one
 _NOT_KEYS = {"HOME", "DEBUG", "NODE", "CLUSTER", "CONFIG", "KUBECONFIG", "COMPLETE", "BENCH", "HISTORY_SIZE"}
 _NOT_KEYS |= {"BEGAN", "RANK", "JOB", "RAY_REPORT"}
+_NOT_KEYS |= {name.removeprefix(_PREFIX) for name in CONNECTION_VARIABLES if name.startswith(_PREFIX)}
 
 
 @dataclass(frozen=True)

@@ -225,15 +225,15 @@ def live(person: Person, dashboard: int = 1, state: str = "READY") -> ClusterFol
     record = Record(
         "lab", "ab" * 8, "local", "up", started, spec, nodes=nodes, handles=handles, ready=started + 9
     )
-    env = {"RAY_ADDRESS": "127.0.0.2:20000", "RAY_PORT": 20000, "HEAD_NODE": "it's here", "HEAD_IP": "127.0.0.2", "USER_PORT_OFFSET": 0,
-           "STARTED": "2023-11-14T22:13:20+00:00", "DASHBOARD_PORT": dashboard, "RAY_AUTH_MODE": "token",
+    env = {"RAY_ADDRESS": "127.0.0.2:20000", "HELIOSTAT_RAY_PORT": 20000, "HELIOSTAT_HEAD_NODE": "it's here", "HELIOSTAT_HEAD_IP": "127.0.0.2",
+           "HELIOSTAT_PORT_OFFSET": 0, "HELIOSTAT_STARTED": "2023-11-14T22:13:20+00:00", "HELIOSTAT_DASHBOARD_PORT": dashboard, "RAY_AUTH_MODE": "token",
            "RAY_AUTH_TOKEN_PATH": str(person.store.clusters / "lab" / "token")}  # fmt: skip
     connection = {"schema": 1, "address": "127.0.0.2:20000", "dashboard_port": dashboard, "ray": "2.60.0", "python": "3.11.7",
                   "client_port": 20001, "env": env}  # fmt: skip
     person.known[f"127.0.0.1:{dashboard}"] = "127.0.0.1:PORT"
     person.known[f'"dashboard_port": {dashboard},'] = '"dashboard_port": PORT,'
-    person.known[f'"DASHBOARD_PORT": {dashboard},'] = '"DASHBOARD_PORT": PORT,'
-    person.known[f"DASHBOARD_PORT={dashboard}\n"] = "DASHBOARD_PORT=PORT\n"
+    person.known[f'_DASHBOARD_PORT": {dashboard},'] = '_DASHBOARD_PORT": PORT,'
+    person.known[f"_DASHBOARD_PORT={dashboard}\n"] = "_DASHBOARD_PORT=PORT\n"
     said = {n: {"state": state if n == "w1" else "READY", "reason": "its agent is silent" if state == "LOST" else "", "launch": 1,
                 "since": started + 9, "ip": "127.0.0.2", "host": "vm", "ports": {}} for n in nodes}  # fmt: skip
     event = {"at": 1_700_000_000.0, "kind": "note", "text": "asked for on local"}
@@ -380,6 +380,9 @@ CASES: dict[str, Case] = {
     "run-no-such-command": case("run -- nosuchcommand --x"),
     "run-a-script-as-a-command": case("run -- train.py --lr 0.1", scripts),
     "run-a-script-as-a-command-elsewhere": case("run --on slurm -- train.py", scripts),
+    "up-too-many": case("up --nodes 100000 --dry-run"),
+    "up-too-many-for-a-computer": case("up --nodes 5000 --dry-run"),
+    "up-too-many-in-groups": case("up --dry-run --on slurm", with_file("groups: {a: {nodes: 6000}, b: {nodes: 6000}}\n")),
     "scale-no-groups": case("scale lab 1 --group gpu", silent),
     "run-unknown-option": case("run --nodse 2 train.py", scripts),
     "run-slurm-misspelled": case("run --on slurm --nodez 4 --dry-run train.py", scripts),
@@ -547,6 +550,10 @@ CASES: dict[str, Case] = {
     "logs": case("logs lab", silent),
     "env": case("env lab", silent),
     "env-json": case("env lab --json", silent),
+    "env-unset": case("env --unset"),
+    "env-unset-json": case("env --unset --json"),
+    "env-unset-cluster": case("env lab --unset", silent),
+    "env-nothing": case("env", silent),
     "jobs-silent": case("jobs lab", silent),
     "submit-silent": case("submit lab -- true", silent),
     "up-again": case("up --name lab --nodes 2", silent),

@@ -184,17 +184,18 @@ class Head(Node):
         assert self.ray and self.hub
         port = self.ray.ports
         self.hub.dashboard = port["dashboard"]
-        job = {k: os.environ[k] for k in ("SLURM_JOB_ID", "PBS_JOBID") if k in os.environ}
+        job = os.environ.get("SLURM_JOB_ID") or os.environ.get("PBS_JOBID")
         started = datetime.datetime.fromtimestamp(self.started).astimezone().isoformat(timespec="seconds")
         variables: Dict[str, Any] = {
             "RAY_ADDRESS": join(self.ip, port["gcs"]),
-            "RAY_PORT": port["gcs"],
-            "HEAD_NODE": self.info["host"],
-            "HEAD_IP": self.ip,
-            **job,
-            "USER_PORT_OFFSET": self.config["ports"].get("offset", 0),
-            "STARTED": started,
-            "DASHBOARD_PORT": port["dashboard"],
+            "HELIOSTAT_CLUSTER": self.config["cluster"],
+            "HELIOSTAT_RAY_PORT": port["gcs"],
+            "HELIOSTAT_HEAD_NODE": self.info["host"],
+            "HELIOSTAT_HEAD_IP": self.ip,
+            **({"HELIOSTAT_JOB_ID": job} if job else {}),
+            "HELIOSTAT_PORT_OFFSET": self.config["ports"].get("offset", 0),
+            "HELIOSTAT_STARTED": started,
+            "HELIOSTAT_DASHBOARD_PORT": port["dashboard"],
             "RAY_AUTH_MODE": "token" if self.config["auth"] == "token" else "disabled",
         }
         if self.config["auth"] == "token":
