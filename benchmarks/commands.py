@@ -32,7 +32,7 @@ def submit(lab: Lab, turns: Turns) -> list[Figure]:
     """Both wait for the job's end: `ray job submit` does by default."""
     cluster = lab.shared()
     connection = lab.connection(cluster)
-    dashboard = {**connection, "RAY_ADDRESS": f"http://127.0.0.1:{connection['DASHBOARD_PORT']}"}
+    dashboard = {**connection, "RAY_ADDRESS": f"http://127.0.0.1:{connection['HELIOSTAT_DASHBOARD_PORT']}"}
     ours, other = turns.take(
         lambda: lab.run(HELIOSTAT, "submit", cluster, "--wait", "--", "true"),
         lambda: lab.run(RAY, "job", "submit", "--", "true", more=dashboard),

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 from heliostat import rayyaml
 from heliostat.errors import UsageError
+from heliostat.script import CONNECTION_VARIABLES
 from heliostat.spec import ClusterSpec
 
 FILE = "heliostat.yaml"
@@ -25,7 +26,10 @@ LARGEST_TREE = 20_000  # values; a file of aliases to aliases is small and enorm
 # variables that users of other launchers have in their scripts; the object store was in GB there
 _KNOWN_ENVIRONMENT = {"USER_PORT_OFFSET": "network.port_offset", "RAY_OBJECT_STORE": "object_store"}
 _PREFIX = "HELIOSTAT_"
-_NOT_KEYS = {"HOME", "DEBUG", "NODE", "CLUSTER", "CONFIG"}
+# of the client and of the processes of a cluster, from where a person may start another one
+_NOT_KEYS = {"HOME", "DEBUG", "NODE", "CLUSTER", "CONFIG", "KUBECONFIG", "COMPLETE", "BENCH", "HISTORY_SIZE"}
+_NOT_KEYS |= {"BEGAN", "RANK", "JOB", "RAY_REPORT"}
+_NOT_KEYS |= {name.removeprefix(_PREFIX) for name in CONNECTION_VARIABLES if name.startswith(_PREFIX)}
 
 
 @dataclass(frozen=True)
@@ -61,14 +65,14 @@ def load(
             read = rayyaml.accept(yaml.safe_load(file.read_bytes()), file.name)
             where = dict.fromkeys(read, f"{file.name}, a file of Ray's launcher")
         _merge(values, origins, read, where)
-    for key, value, origin in _environment(environ):
+    for key, value, origin in _environment(environ, sites := sorted(sites)):
         _put(values, origins, key, value, origin)
     for key, value in (flags or {}).items():
         if value is not None:
             flag = (spelled or {}).get(key) or key.rpartition(".")[2]
             _put(values, origins, key, value, f"--{flag.replace('_', '-')}")
     _count_nodes(values, origins, base or {}, nodes_of)
-    return Config(check(values, origins, sorted(sites)), origins)
+    return Config(check(values, origins, sites), origins)
 
 
 def _count_nodes(
@@ -182,7 +186,8 @@ def _where(origins: Mapping[str, str], key: str) -> str:
     return ""
 
 
-def _environment(environ: Mapping[str, str]) -> Iterable[tuple[str, Any, str]]:
+def _environment(environ: Mapping[str, str], sites: list[str]) -> Iterable[tuple[str, Any, str]]:
+    """(dotted key, value, origin) of each variable that is set. Raises UsageError for one that is ours and no key."""
     for name, key in _KNOWN_ENVIRONMENT.items():
         if environ.get(name):
             value = environ[name]
@@ -190,8 +195,15 @@ def _environment(environ: Mapping[str, str]) -> Iterable[tuple[str, Any, str]]:
     for name, text in sorted(environ.items()):
         if name.startswith(_PREFIX) and name.removeprefix(_PREFIX) not in _NOT_KEYS and text:
             key = name.removeprefix(_PREFIX).lower().replace("__", ".")
-            if key.partition(".")[0] in ClusterSpec.model_fields:
-                yield key, text, f"${name}"
+            known = [*_keys(ClusterSpec, []), *sites]
+            if key.partition(".")[0] not in known:
+                near = difflib.get_close_matches(key.partition(".")[0], known, n=1)
+                raise UsageError(
+                    f"unknown variable `{name[:80]}`",
+                    because="no key of the file has that name",
+                    hint=f"did you mean `{_PREFIX}{near[0].upper()}`?" if near else f"unset {name[:80]}",
+                )
+            yield key, text, f"${name}"
 
 
 def _put(values: dict[str, Any], origins: dict[str, str], key: str, value: Any, origin: str) -> None:

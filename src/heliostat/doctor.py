@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from heliostat import backends, environment, tls
+from heliostat import backends, environment, retention, tls
 from heliostat.backends.base import Check, Question, by_name
 from heliostat.errors import HeliostatError
 from heliostat.lifecycle import Lifecycle
@@ -22,9 +22,9 @@ from heliostat.ownership import HOME, TEMP, UnsafePathError, find_unsafe, remedy
 from heliostat.planning import agent_archive
 from heliostat.script import quote
 from heliostat.states import TERMINAL
-from heliostat.store import ClusterFolder, read_json
+from heliostat.store import ClusterFolder, Store, read_json
 from heliostat.transport import at_once
-from heliostat.units import format_bytes, format_duration
+from heliostat.units import count, format_bytes, format_duration
 
 if TYPE_CHECKING:
     from heliostat.spec import ClusterSpec
@@ -47,6 +47,9 @@ HERE = by_name(
     ),
     Question("home is private", "nobody else can read it", "chmod {mode} {path}"),
     Question("space for records", "100 MiB are free there", "free some space there", "warn"),
+    Question(
+        "history", "the logs of ended clusters are within their limit", "heliostat history --prune", "warn"
+    ),
     Question("this machine", "whether nodes can run on it", bad=""),
     Question("environment", "the environment of the file starts", "look at `environment` of the file"),
     Question("python", "which one Ray would have", bad=""),
@@ -198,6 +201,18 @@ def _home(life: Lifecycle) -> Iterator[Check]:
     yield _private(HERE["home is private"], home, "700")
     free = shutil.disk_usage(home).free
     yield HERE["space for records"].answer(free > 100 * 2**20, f"{format_bytes(free)} free")
+    yield _history(life.store)
+
+
+def _history(store: Store) -> Check:
+    try:
+        limit = retention.limit_bytes()
+    except HeliostatError as error:
+        return HERE["history"].answer(False, str(error), hint=error.hint)
+    clusters = retention.ended_clusters(store)
+    used = sum(one.size_bytes for one in clusters)
+    text = f"{format_bytes(used)} of {format_bytes(limit)}, {count(len(clusters), 'ended cluster')}"
+    return HERE["history"].answer(used <= limit, text)
 
 
 def probe(life: Lifecycle, spec: ClusterSpec | None) -> dict[str, Any]:

@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from heliostat import backends
+from heliostat import backends, retention
+from heliostat.accounting import note_joins
 from heliostat.backends.base import Handle
 from heliostat.errors import (
     DeadlineError,
@@ -23,7 +24,7 @@ from heliostat.looking import Looking, View, make_move
 from heliostat.states import TERMINAL, NodeState
 from heliostat.store import ClusterFolder, Record
 from heliostat.telling import handle_of
-from heliostat.units import count
+from heliostat.units import count, format_bytes
 
 if TYPE_CHECKING:
     from heliostat.mirror import Mirror
@@ -110,7 +111,8 @@ class Ending(Looking):
         """Stopping comes first: a disk that cannot take the record keeps nobody's machines."""
         try:
             record, written = self._ask_for_end(folder, reason)
-            self.emit(Event("note", f"stopping {count(len(record.nodes), 'node')} of `{record.name}`"))
+            if started := sum(node.handle is not None for node in record.nodes.values()):
+                self.emit(Event("note", f"stopping {count(started, 'node')} of `{record.name}`"))
             backend = backends.load(record.site)
             handles = [Handle.from_json(h) for h in record.handles]
             if any(node.handle is None for node in record.nodes.values()):
@@ -270,6 +272,7 @@ class Ending(Looking):
                 job.update(
                     last[job["id"]], **({} if over else {"status": "STOPPED"})
                 )  # it ended with the cluster
+        note_joins(record, view.live)
         if record.id not in self._at_home:  # nobody has called `cancel`: it ended by itself
             self._remove_left(view.folder, record)
         self._bring_home(view.folder, record)
@@ -280,7 +283,17 @@ class Ending(Looking):
         except NotFoundError:
             folder = self.store.last_past(record.name) or view.folder
         self.emit(Event("done", f"`{record.name}` has ended", None, {"reason": record.reason}))
+        self._prune_history(folder)
         return View(folder, record, view.live)
+
+    def _prune_history(self, newest: ClusterFolder) -> None:
+        try:
+            pruned, freed = retention.enforce(self.store, newest)
+        except HeliostatError as error:
+            return self.emit(Event("note", f"the history was not pruned: {error}"))
+        if pruned:
+            text = f"the history is over its limit: removed the logs of {count(pruned, 'cluster')}, {format_bytes(freed)}"
+            self.emit(Event("note", text))
 
     def _remove_left(self, folder: ClusterFolder, record: Record) -> None:
         """A node whose every process was killed leaves its private directory, with a copy of the token. Where hosts have files of

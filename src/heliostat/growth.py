@@ -33,7 +33,13 @@ def scale(life: Lifecycle, name: str, workers: int, group: str | None = None) ->
     folder, spec = view.folder, planning.spec_of(view.record)
     if life.platform(view.record):
         return _resize(life, view, spec, workers, group)
-    if spec.kinds or group:
+    if group and not spec.kinds:
+        raise UsageError(
+            f"`{name}` has no group `{group}`",
+            because="its workers are all of one kind",
+            hint=f"heliostat scale {name} {workers}",
+        )
+    if spec.kinds:
         raise UsageError(
             f"`{name}` has groups of nodes", because="say which group in the file, and `up` again"
         )
@@ -239,8 +245,8 @@ def join(life: Lifecycle, name: str, spec: ClusterSpec, command: dict[str, Any] 
             f" to run {command['text']}" if command else ""
         )
         folder.append({"at": time.time(), "kind": "note", "text": text})
-        if command:
-            record.jobs.append({"id": guest, "entrypoint": command["text"], "submitted": time.time()})
+        about = {"id": guest, "entrypoint": command["text"] if command else "", "submitted": time.time()}
+        record.jobs.append({**about, "nodes": len(nodes)})
         folder.save(record)
         life.launch(folder, record, order, plan)
     return life.look(folder), guest

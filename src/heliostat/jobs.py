@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -11,12 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from heliostat import backends, upload
-from heliostat.errors import DiskError, HeliostatError, Interrupted, NotFoundError
+from heliostat.errors import DiskError, HeliostatError, Interrupted, NotFoundError, UsageError
 from heliostat.events import Event
 from heliostat.lifecycle import Lifecycle
 from heliostat.looking import RUN, View, command_of
 from heliostat.rayapi import NoAnswer, NotLetIn, RayApi
-from heliostat.report import run_job
+from heliostat.report import run_job, without_driver
 from heliostat.script import quote
 from heliostat.states import TERMINAL, NodeState
 from heliostat.store import ClusterFolder
@@ -30,7 +31,18 @@ if TYPE_CHECKING:
 STOP_S = 10  # from SIGTERM to SIGKILL, as for a `run`; Ray's own 3 s are too few for a sweep
 PATIENCE_S = 30.0  # so long may a head be silent before a job that is waited for is given up
 TIMED_OUT = 124  # the exit code of `timeout` where it ended the command
+JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 LOOK_S = 1.0  # between two looks at a platform's cluster while a job is followed
+
+
+def check_job_id(job_id: str) -> None:
+    """Raises UsageError for an id that Ray cannot use: it becomes a file name and a part of a URL."""
+    if not JOB_ID.fullmatch(job_id):
+        raise UsageError(
+            f"`{job_id[:80]}` cannot be the id of a job",
+            because="an id has 1 to 100 letters, digits, `.`, `_` and `-`, and begins with a letter or a digit",
+            hint=f"--job-id {re.sub('[^A-Za-z0-9]+', '-', job_id).strip('-')[:100] or 'train-1'}",
+        )
 
 
 class ClusterEnds(Exception):
@@ -88,7 +100,8 @@ class Jobs:
 
     def list(self, name: str) -> list[dict[str, Any]]:
         view = self.life.find(name)
-        return ([run_job(view.run)] if view.run else []) + self.life.api(view).jobs()
+        jobs = without_driver(self.life.api(view).jobs(), view.run)
+        return ([run_job(view.run)] if view.run else []) + jobs
 
     def submit(
         self,
@@ -103,28 +116,44 @@ class Jobs:
     ) -> str:
         """Hands the command to Ray and returns the job's id. One word is a shell line, several are taken as they are.
 
-        here: run it in this folder: in place where the head sees it, else as an uploaded copy."""
+        here: the caller's directory is the job's working directory, unless another one is given: in place where the head
+        shares the file system, else as an uploaded copy."""
+        if job_id is not None:
+            check_job_id(job_id)
         view = self.life.find(name)
         api = self.life.api(view)
-        entrypoint = command[0] if len(command) == 1 else quote(list(command))
-        shown = entrypoint
+        shown = entrypoint = command[0] if len(command) == 1 else quote(list(command))
         runtime = dict(runtime_env or {})
-        if here and working_dir is None:
-            if view.record.place is None and backends.load(view.record.site).shares_files:
-                entrypoint = f"cd {quote([os.getcwd()])} && exec {entrypoint}"
-            else:
-                working_dir = Path.cwd()
+        here = here and working_dir is None and not runtime.get("working_dir")
+        if here and self.in_place(view):
+            # `exec` takes words only; a shell line may begin with a keyword
+            entrypoint = f"cd {quote([os.getcwd()])} " + (
+                f"|| exit; {shown}" if len(command) == 1 else f"&& exec {shown}"
+            )
+        elif here:
+            working_dir = Path.cwd()
         given = runtime.get("working_dir")
         if working_dir is None and isinstance(given, str) and "://" not in given:
             working_dir = Path(given)
         if working_dir is not None:
-            runtime["working_dir"] = self._upload(api, working_dir, runtime.pop("excludes", None) or ())
+            try:
+                runtime["working_dir"] = self._upload(api, working_dir, runtime.pop("excludes", None) or ())
+            except UsageError as error:
+                if here:
+                    error.hint += "; `submit --no-working-dir` uploads nothing"
+                raise
         ours = {"PYTHONUNBUFFERED": "1", "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_S)}
         runtime["env_vars"] = {**ours, **(runtime.get("env_vars") or {}), **(env or {})}
         job_id = job_id or f"{view.record.name}-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-        submitted = api.submit(entrypoint, job_id, runtime)
-        self._note(view.folder, {"id": submitted, "entrypoint": shown, "submitted": time.time()})
+        submitted = api.submit(entrypoint, job_id, runtime, shown)
+        self._note(
+            view.folder, {"id": submitted, "entrypoint": shown, "ran": entrypoint, "submitted": time.time()}
+        )
         return submitted
+
+    def in_place(self, view: View) -> bool:
+        """Whether the head sees the caller's directory under the same path."""
+        return view.record.place is None and backends.load(view.record.site).shares_files
 
     def _note(self, folder: ClusterFolder, job: dict[str, Any]) -> None:
         """What is known of a job, for the history. The job runs, whether that can be written or not."""
@@ -420,7 +449,7 @@ class Jobs:
                 return guest, 0
             code = self._follow(view.folder, tail)
             status = "SUCCEEDED" if code == 0 else "FAILED"
-            self._remember(name, {"id": guest, "status": status, "exit_code": code, "seconds": None})
+            self._note(view.folder, {"id": guest, "status": status, "exit_code": code})
             growth.wait_gone(self.life, view.folder, guest)
             return guest, code
         except KeyboardInterrupt:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from heliostat import backends
+from heliostat.accounting import note_joins, note_ready
 from heliostat.backends.base import Backend, Handle, Observation, Order, Plan, Platform
 from heliostat.errors import DeadlineError, DiskError, HeliostatError, NotFoundError
 from heliostat.events import Emit, Event
@@ -292,10 +293,10 @@ class Looking:
             move = self._judge_one(folder, record, node, seen, live, node.handle not in shared, platform)
             if move:
                 moves.append(move)
+        note_joins(record, live)
         self._forget_guests(record)
         over = bool(moves) and record.is_over()
-        if record.ready is None and record.state() is ClusterState.READY:
-            record.ready = time.time()
+        note_ready(record, live)
         if over:
             ended = live.get("ended") or {}
             record.ended = float(ended.get("at") or time.time())
@@ -453,6 +454,8 @@ class Looking:
                         else:
                             del fresh.nodes[move["node"]]
                 fresh.ready, fresh.ended = record.ready, record.ended
+                joins = {job["id"]: job for job in record.jobs if "nodes" in job}
+                fresh.jobs = [{**job, **joins.get(job["id"], {})} for job in fresh.jobs]
                 fresh.reason, fresh.exit_code = record.reason, record.exit_code
                 folder.save(fresh)
         except NotFoundError:

@@ -22,7 +22,7 @@ from pydantic.dataclasses import dataclass as checked
 from heliostat import backends, config, staging
 from heliostat.backends.base import Order, Plan
 from heliostat.errors import UsageError
-from heliostat.spec import DEFAULT_RAY, ClusterSpec, Environment, Member, members
+from heliostat.spec import DEFAULT_RAY, ClusterSpec, Environment, Member, count_members, members
 from heliostat.store import ClusterFolder, Record
 from heliostat.transport import Transport
 from heliostat.units import parse_window
@@ -153,7 +153,7 @@ def agent_config(
         "silent_s": spec.network.patience,
         "orphan_s": spec.network.patience,
         "speak_s": 3 * spec.network.patience,
-        "min_nodes": spec.min_nodes or len(members(spec)),
+        "min_nodes": spec.min_nodes or count_members(spec),
         "command": command,
         "idle": {
             "timeout_s": spec.idle.timeout,

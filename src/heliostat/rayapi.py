@@ -17,10 +17,12 @@ from typing import Any
 from urllib.parse import quote, urlencode
 
 from heliostat.errors import AccessDenied, HeliostatError, NotFoundError
+from heliostat.joboutput import OwnOutput
 from heliostat.units import parse_bytes
 
 CONNECT_S = 15.0
 Dial = Callable[[float], socket.socket]
+_SHOWN = "heliostat_command"  # key of a job's metadata: the command as the user gave it
 FINAL = frozenset({"SUCCEEDED", "FAILED", "STOPPED"})
 _AMOUNT = r"([\d.]+)(B|KiB|MiB|GiB|TiB)?"
 _USED = re.compile(
@@ -250,9 +252,16 @@ class RayApi:
             raise self._refused(f"GET job {job_id}", status, content)
         return _job(self._parse(content))
 
-    def submit(self, entrypoint: str, job_id: str, runtime_env: dict[str, Any]) -> str:
-        """Hands a job to Ray. Waits a little for a head whose job agent is not up yet: it has no effect before."""
-        request = {"entrypoint": entrypoint, "submission_id": job_id, "runtime_env": runtime_env}
+    def submit(self, entrypoint: str, job_id: str, runtime_env: dict[str, Any], shown: str = "") -> str:
+        """Hands a job to Ray. Waits a little for a head whose job agent is not up yet: it has no effect before. shown: the
+        command as the user gave it, where the entrypoint has more."""
+        request: dict[str, Any] = {
+            "entrypoint": entrypoint,
+            "submission_id": job_id,
+            "runtime_env": runtime_env,
+        }
+        if shown and shown != entrypoint:
+            request["metadata"] = {_SHOWN: shown}
         deadline = time.monotonic() + 60
         while True:
             status, content = self._call("POST", "/api/jobs/", request, timeout=120)
@@ -288,7 +297,7 @@ class RayApi:
         """A job's output from its first byte, as it is written; ends after the last byte of an ended job. poll: called now
         and then while the job runs; what it raises ends this.
 
-        Ray's own tail looks once a second and may miss what is written in its last second; this reads the raw file
+        Lines that Ray writes into the file are left out. Ray's own tail looks once a second and may miss what is written in its last second; this reads the raw file
         through Ray's log service and, when the job has ended, once more to its very end.
         """
         job = self.job(job_id)
@@ -296,6 +305,7 @@ class RayApi:
             raise HeliostatError(
                 f"Ray keeps no output of `{job_id}`", because="it is a driver that was not started as a job"
             )
+        own = OwnOutput(job_id, job["ran"])
         seen, asked, pause = 0, time.monotonic(), 0.05
         reader: _Reader | None = None
         try:
@@ -305,7 +315,8 @@ class RayApi:
                     reader = _Reader(self, job, seen)
                 for chunk in reader.take(pause) if reader else ():
                     seen += len(chunk)
-                    yield chunk
+                    if mine := own.feed(chunk):
+                        yield mine
                 if reader is None or reader.over:
                     time.sleep(pause)  # the file is not there yet
                 if time.monotonic() - asked >= pause:
@@ -313,7 +324,11 @@ class RayApi:
         finally:
             if reader:
                 reader.close()
-        yield from self._whole(job, seen)
+        for chunk in self._whole(job, seen):
+            if mine := own.feed(chunk):
+                yield mine
+        if mine := own.close():
+            yield mine
 
     def _log_query(self, job: dict[str, Any], **more: Any) -> str:
         name = f"job-driver-{job['id']}.log"
@@ -411,12 +426,14 @@ def _job(item: dict[str, Any]) -> dict[str, Any]:
         "id": item.get("submission_id") or item.get("job_id"),
         "kind": "driver" if item.get("type") == "DRIVER" else "job",
         "status": item.get("status"),
-        "entrypoint": item.get("entrypoint"),
+        "entrypoint": (item.get("metadata") or {}).get(_SHOWN) or item.get("entrypoint"),
         "started": started / 1000 if started else None,
         "seconds": round(seconds, 3) if seconds is not None else None,
         "exit_code": 128 - code if code is not None and code < 0 else code,
         "message": item.get("message") or "",
         "node_id": item.get("driver_node_id"),
+        "ran": item.get("entrypoint"),  # what Ray runs; `entrypoint` is the command as it was given
+        "pid": (item.get("driver_info") or {}).get("pid"),  # of a driver; Ray has it as text
         "ray_id": item.get("job_id"),  # what its actors and tasks call it
     }
 

@@ -25,9 +25,16 @@ def status(life: Lifecycle, name: str) -> dict[str, Any]:
             api = life.api(view)
             for node in api.nodes():  # one that a platform started has no name of ours
                 ray_nodes[node["name"]] = ray_nodes[node["ip"]] = node
-            jobs += [job for job in api.jobs() if job["kind"] == "job" or job["status"] not in FINAL]
+            jobs += [
+                job
+                for job in without_driver(api.jobs(), view.run)
+                if job["kind"] == "job" or job["status"] not in FINAL
+            ]
         except HeliostatError as found:
             error = error or found
+    idle_s = pulse.get("idle_s")
+    if idle_s is not None and any(job["status"] not in FINAL for job in jobs):
+        idle_s = 0.0  # the head looks for work every few seconds only
     keys = ("id", "status", "entrypoint", "started", "seconds", "exit_code")
     return {
         "schema": 1,
@@ -39,7 +46,7 @@ def status(life: Lifecycle, name: str) -> dict[str, Any]:
         "dashboard_port": connection.get("dashboard_port"),
         "started": record.created,
         "time_left_s": pulse.get("time_left_s"),
-        "idle_s": pulse.get("idle_s"),
+        "idle_s": idle_s,
         "problem": str(error or ""),
         **({"remedy": f"{error.hint}\n{error.more}"} if error and error.more else {}),
         "nodes": [
@@ -56,6 +63,12 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
     started = job.get("started")
     seconds = (job.get("ended") or time.time()) - started if started else None
     return {**job, "kind": "run", "seconds": None if seconds is None else round(seconds, 3), "message": ""}
+
+
+def without_driver(jobs: list[dict[str, Any]], run: dict[str, Any]) -> list[dict[str, Any]]:
+    """Ray's jobs without the driver that is the command of a `run`: that has a row of its own."""
+    pid = run.get("pid")
+    return [job for job in jobs if pid is None or job["kind"] != "driver" or str(job["pid"]) != str(pid)]
 
 
 def _node(node: NodeRecord, told: dict[str, Any], ray: dict[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from heliostat.spec import Environment
 
+# all that `heliostat env` may export: what Ray reads, and what other programs may want to know
+CONNECTION_VARIABLES = (
+    "RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_USE_TLS", "RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY",
+    "RAY_TLS_CA_CERT", "HELIOSTAT_CLUSTER", "HELIOSTAT_RAY_PORT", "HELIOSTAT_HEAD_NODE", "HELIOSTAT_HEAD_IP", "HELIOSTAT_JOB_ID",
+    "HELIOSTAT_PORT_OFFSET", "HELIOSTAT_STARTED", "HELIOSTAT_DASHBOARD_PORT",
+)  # fmt: skip
+
 # A shell function for a host where nothing of ours can be imported before it is checked. `safe DIRECTORY FILE…` prints the
 # physical path of the directory. It fails and names the cause when another user can replace that directory, one above it, or
 # one of these files in it: the rule of `agent/ownership.py`, except that a group with the user's own name counts as private
@@ -30,9 +37,19 @@ bad=$(printf '%s\n' "$all" | while read -r owner mode rest; do case $owner in "$
 """.strip()
 
 
+def by_shell(argv: Sequence[str]) -> list[str]:
+    """Words that run the command as it is, and end with 127 where there is none: the code of a shell."""
+    return ["sh", "-c", 'exec "$@"', "sh", *argv]
+
+
 def quote(words: Sequence[str]) -> str:
     """One shell line that means exactly these words."""
     return shlex.join(words)
+
+
+def unset(names: Sequence[str]) -> str:
+    """An `unset` line for `eval`."""
+    return f"unset {' '.join(names)}\n"
 
 
 def export(variables: Mapping[str, object]) -> str:

@@ -32,6 +32,7 @@ RAYS_RESOURCES = {
     "object_store_memory": "object_store",
     "node:__internal_head__": "",
 }
+MOST_NODES = 10_000  # of a cluster; Ray is known to work with a few thousand
 MOST_OF_A_RESOURCE = 100 * 10**12
 DEFAULT_RAY = "2.60.0"  # what set-up installs where the file names no version
 HERE = ("this machine", "localhost")  # no ssh to the machine that one is on
@@ -222,7 +223,7 @@ class Autoscale(Model):
 class Group(Model):
     """Worker nodes of one kind."""
 
-    nodes: Count = Field(1, ge=0, le=100_000, description="how many; with `autoscale`: to begin with")
+    nodes: Count = Field(1, ge=0, le=MOST_NODES, description="how many; with `autoscale`: to begin with")
     min: Count | None = Field(None, ge=0, description="with `autoscale`: nodes that stay")
     max: Count | None = Field(None, ge=1, description="with `autoscale`: nodes at most")
     cpus: Count | None = Field(None, ge=0, description="CPUs that Ray may use on each")
@@ -312,7 +313,7 @@ class ClusterSpec(Model):
 
     name: Name | None = Field(None, description="the cluster's name; default: the site's name")
     on: str = Field("local", description="the site")
-    nodes: Count = Field(1, ge=1, le=100_000, description="nodes in all, the head included")
+    nodes: Count = Field(1, ge=1, le=MOST_NODES, description="nodes in all, the head included")
     min_nodes: Count | None = Field(None, ge=1, description="so many alive nodes are enough to begin")
     head: Head = Field(Head(), description="the head node; a plain word is its host")
     hosts: tuple[Host, ...] = Field((), description="machines over ssh; a plain word is a host")
@@ -366,7 +367,9 @@ class ClusterSpec(Model):
                 object.__setattr__(self, "nodes", len(names))
             elif self.nodes > len(names):
                 raise ValueError(f"`nodes` ({self.nodes}) is more than the {len(names)} hosts")
-        total = len(members(self))
+        total = count_members(self)
+        if total > MOST_NODES:
+            raise ValueError(f"{total} nodes are asked for in all, and {MOST_NODES} are the most")
         if self.kinds and "nodes" in self.model_fields_set and self.nodes != total:
             raise ValueError(
                 f"`nodes` ({self.nodes}) and `groups` (head and {total - 1} workers) disagree: keep one"
@@ -525,21 +528,36 @@ def worker_members(spec: ClusterSpec, count: int) -> list[Member]:
         ]
     if not spec.kinds:
         plain = {"cpus": spec.cpus_per_node, "gpus": spec.gpus_per_node, "memory": spec.memory_per_node}
-        return [Member(name=f"w{i}", role="worker", labels=spec.labels, **plain) for i in range(1, count + 1)]
+        return _alike(Member(name="w", role="worker", labels=spec.labels, **plain), count)
     return [
-        Member(
-            name=f"{name}-{i}",
-            role="worker",
-            group=name,
-            cpus=_first(group.cpus, spec.cpus_per_node),
-            gpus=_first(group.gpus, spec.gpus_per_node),
-            memory=_first(group.memory, spec.memory_per_node),
-            labels={**spec.labels, **group.labels},
-            resources=group.resources,
-        )
+        member
         for name, group in spec.kinds.items()
-        for i in range(1, _steady(spec, group) + 1)
+        for member in _alike(
+            Member(
+                name=f"{name}-",
+                role="worker",
+                group=name,
+                cpus=_first(group.cpus, spec.cpus_per_node),
+                gpus=_first(group.gpus, spec.gpus_per_node),
+                memory=_first(group.memory, spec.memory_per_node),
+                labels={**spec.labels, **group.labels},
+                resources=group.resources,
+            ),
+            _steady(spec, group),
+        )
     ]
+
+
+def _alike(one: Member, count: int) -> list[Member]:
+    """So many of a kind, numbered from 1: checked once, as thousands of checks take seconds."""
+    return [one.model_copy(update={"name": f"{one.name}{i}"}) for i in range(1, count + 1)]
+
+
+def count_members(spec: ClusterSpec) -> int:
+    """How many `members` there are."""
+    if spec.machines or not spec.kinds:
+        return 1 + (spec.autoscale.min if spec.autoscale else spec.nodes - 1)
+    return 1 + sum(_steady(spec, group) for group in spec.kinds.values())
 
 
 def _steady(spec: ClusterSpec, group: Group) -> int:

@@ -64,7 +64,7 @@ class Record:
     warned: float = 0.0  # when the head last warned of something that is on record
     place: str | None = None  # its folder on the machine that it is reached through, where that is another
     command: dict[str, Any] | None = None
-    ready: float | None = None  # when it was whole for the first time
+    ready: float | None = None  # when it could be used for the first time
     ended: float | None = None
     reason: str = ""
     exit_code: int | None = None

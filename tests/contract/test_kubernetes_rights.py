@@ -52,7 +52,7 @@ def test_up_without_a_right(
         ("", "pods", "list", "status lab"),
         ("", "services/proxy", "get", "status lab"),
         ("", "services/proxy", "get", "jobs lab"),
-        ("", "services/proxy", "create", "submit lab -- true"),
+        ("", "services/proxy", "create", "submit lab --no-working-dir -- true"),
         ("", "services/proxy", "update", "submit lab --working-dir . -- true"),
         ("", "pods/exec", "get", "exec lab -- true"),
         ("", "pods/exec", "create", "exec lab -- true"),

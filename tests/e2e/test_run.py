@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from shared import PATIENCE_S, document, heliostat, nothing_left, private_home, until
+from shared import COMMAND, PATIENCE_S, document, heliostat, nothing_left, private_home, until
 
 pytestmark = pytest.mark.needs_ray
 
@@ -86,7 +86,29 @@ def test_a_command_that_floods_and_is_killed(home: Path) -> None:
     assert done.stderr.count("e" * 1_000_000) == 1
     (row,) = document("history")["history"]
     assert row["name"].startswith("run-") and row["exit_code"] == 137
+    assert row["waited_s"] > 0 and row["ran_s"] > 0 and row["node_hours"] is not None
     assert remembered(home, row["name"])["why"] == "the command ended with code 137"
+
+
+def test_jobs_lists_a_run_once(tmp_path: Path) -> None:
+    """Its driver is a job of Ray's, too."""
+    (tmp_path / "asks.py").write_text(
+        "import subprocess, sys, ray\nray.init(logging_level='error', log_to_driver=False)\n"
+        "sys.exit(subprocess.call(sys.argv[1:]) or subprocess.call([sys.argv[1], 'status', 'once', '--json']))\n"
+    )
+    done = heliostat(
+        "run", "--name", "once", *SMALL, "asks.py", COMMAND, "jobs", "once", "--json", cwd=tmp_path
+    )
+    jobs, status = json.loads("[" + done.stdout.replace("}\n{", "},{") + "]")
+    for listed in (jobs, status):
+        assert [(job["id"], job["status"]) for job in listed["jobs"]] == [("run", "RUNNING")]
+    assert status["idle_s"] == 0
+
+
+def test_a_command_that_does_not_exist_starts_nothing(home: Path) -> None:
+    done = heliostat("run", *SMALL, "--", "no-such-command", code=127)
+    assert done.stderr.startswith("error: there is no command `no-such-command`")
+    assert document("history")["history"] == []
 
 
 GROUPS = """

@@ -213,7 +213,7 @@ def test_ray_client_only_where_it_is_asked_for(home: Path, tmp_path: Path) -> No
     folder = home / "clusters" / "lab"
     with cluster(tmp_path / "client.yaml"):
         connection = json.loads((folder / "connection.json").read_text())
-        address = f"{connection['env']['HEAD_IP']}:{connection['client_port']}"
+        address = f"{connection['env']['HELIOSTAT_HEAD_IP']}:{connection['client_port']}"
         env = {**os.environ, **{key: str(value) for key, value in connection["env"].items()}}
         done = subprocess.run(
             [sys.executable, str(tmp_path / "client.py"), address],

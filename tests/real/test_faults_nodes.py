@@ -219,8 +219,8 @@ def at_their_ports(folder: Path, node: Node) -> None:
     ranged = [port for name, port in node.ports.items() if name not in KERNEL_CHOOSES]
     assert all(port in window for port in [*ranged, *words["workers"]])
     env = json.loads((folder / "connection.json").read_text())["env"]
-    assert (env["RAY_PORT"], env["DASHBOARD_PORT"]) == (words["gcs"], words["dashboard"])
-    assert env["USER_PORT_OFFSET"] == OFFSET
+    assert (env["HELIOSTAT_RAY_PORT"], env["HELIOSTAT_DASHBOARD_PORT"]) == (words["gcs"], words["dashboard"])
+    assert env["HELIOSTAT_PORT_OFFSET"] == OFFSET
     services = ("gcs", "dashboard", "node_manager", "object_manager", "agent_http", "hub")
     until(lambda: {words[name] for name in services} <= listening(), "every service at its port")
 

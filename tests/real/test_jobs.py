@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
@@ -55,17 +54,14 @@ def program(tmp_path: Path) -> Callable[[str], list[str]]:
 
 
 def submit(*words: str, code: int = 0, options: list[str] | None = None) -> str:
-    """The output of a job that was waited for, without Ray's own lines."""
+    """The output of a job that was waited for."""
     done = heliostat("submit", NAME, "--wait", *(options or []), "--", *words, code=code)
     return own(done.stdout)
 
 
 def own(text: str) -> str:
-    """A job's output without the two lines that Ray puts into it; the second may come after the job's first words."""
-    text, found = re.subn(r"\A[^\n]*Runtime env is setting up\.\n", "", text)
-    assert found == 1, text[:500]
-    text, found = re.subn(r"Running entrypoint for job [^\n]*\n", "", text, count=1)
-    assert found == 1, text[:500]
+    """A job's output, which has nothing of Ray's."""
+    assert "Runtime env is setting up" not in text and "Running entrypoint for job" not in text, text[:500]
     return text
 
 
@@ -155,10 +151,42 @@ def test_the_working_dir_travels_without_what_git_ignores(tmp_path: Path) -> Non
     assert "is not a folder" in said.stderr
 
 
+def test_the_callers_directory_is_the_jobs(tmp_path: Path) -> None:
+    """As the README has it: `submit lab -- python work.py`, in the directory of work.py."""
+    folder = tmp_path / "it's here"
+    folder.mkdir()
+    (folder / "work.py").write_text("import os; print(os.getcwd())")
+    done = heliostat("submit", NAME, "--wait", "--job-id", "here", "--", "python", "work.py", cwd=folder)
+    assert own(done.stdout) == f"{folder}\n"
+    line = "for word in a b; do echo $word; done; pwd"
+    done = heliostat("submit", NAME, "--wait", "--", line, cwd=folder)
+    assert own(done.stdout) == f"a\nb\n{folder}\n"
+    (listed,) = [job for job in document("jobs", NAME)["jobs"] if job["id"] == "here"]
+    assert listed["entrypoint"] == "python work.py"
+    (tmp_path / "runtime.yaml").write_text(f'working_dir: "{folder}"\n')
+    for options in (["--working-dir", folder], ["--runtime-env", tmp_path / "runtime.yaml"]):
+        done = heliostat("submit", NAME, "--wait", *options, "--", "python", "work.py", cwd=tmp_path)
+        assert "working_dir_files" in own(done.stdout)  # of an uploaded copy
+    heliostat("submit", NAME, "--wait", "--no-working-dir", "--", "python", "work.py", code=2, cwd=folder)
+    heliostat("submit", NAME, "--no-working-dir", "--working-dir", folder, "--", "true", code=2)
+
+
+@pytest.mark.parametrize("job_id", ["a b/c", "../x", "", "-x", ".", "é", "x" * 101], ids=ascii)
+def test_an_id_that_ray_cannot_use_is_refused(job_id: str) -> None:
+    before = document("jobs", NAME)["jobs"]
+    said = heliostat("submit", NAME, f"--job-id={job_id}", "--", "true", code=2).stderr
+    assert "cannot be the id of a job" in said and "hint: --job-id " in said
+    with api.connect(NAME) as cluster, pytest.raises(api.HeliostatError) as refused:
+        cluster.submit("true", job_id=job_id)
+    assert refused.value.exit_code == 2
+    assert document("jobs", NAME)["jobs"] == before
+
+
 @pytest.mark.parametrize(
     "words",
     [["submit", "nowhere", "--", "true"], ["jobs", "nowhere"], ["stop", "nowhere", "x"], ["logs", "nowhere", "x"],
-     ["run", "--cluster", "nowhere", "--", "true"], ["stop", NAME, "no-such-job"], ["logs", NAME, "no-such-job"]],
+     ["run", "--cluster", "nowhere", "--", "true"], ["stop", NAME, "no-such-job"], ["logs", NAME, "no-such-job"],
+     ["logs", NAME, "w9"]],
     ids=" ".join,
 )  # fmt: skip
 def test_what_is_not_there_is_5(words: list[str]) -> None:
@@ -240,6 +268,12 @@ def test_json_leaves_stdout_to_the_document(program) -> None:
     said = json.loads(done.stdout)
     assert (said["schema"], said["cluster"], said["exit_code"]) == (1, NAME, 4)
     assert "hello\n" in done.stderr
+
+
+def test_exec_of_a_command_that_does_not_exist(tmp_path: Path) -> None:
+    done = heliostat("exec", NAME, "--", "no-such-command", code=127)
+    assert "no-such-command: not found" in done.stderr
+    assert heliostat("exec", NAME, "--", "sh", "-c", "echo 'a b'; exit 3", code=3).stdout == "head | a b\n"
 
 
 # --- lists

@@ -51,8 +51,8 @@ NODE = {
 JOB = {"id": str, "status": str, "entrypoint": str, "started": NUMBER, "seconds": NUMBER}
 LISTED = {"name": str, "site": str, "state": str, "nodes": int, "native_ids": list, "started": NUMBER}
 CONNECTION = {
-    "RAY_ADDRESS", "RAY_PORT", "HEAD_NODE", "HEAD_IP", "USER_PORT_OFFSET", "STARTED", "DASHBOARD_PORT", "RAY_AUTH_MODE",
-    "RAY_AUTH_TOKEN_PATH",
+    "RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "HELIOSTAT_CLUSTER", "HELIOSTAT_RAY_PORT", "HELIOSTAT_HEAD_NODE",
+    "HELIOSTAT_HEAD_IP", "HELIOSTAT_PORT_OFFSET", "HELIOSTAT_STARTED", "HELIOSTAT_DASHBOARD_PORT",
 }  # fmt: skip
 
 
@@ -318,7 +318,7 @@ class TestWhileBusy:
             assert set(agent["ports"].values()) <= here, (agent["ports"], here)
             assert {"gcs", "dashboard", "hub"} <= set(agent["ports"]) if node == "head" else True
         assert not any("ray.util.client.server" in words for words in found.values()), "Ray Client is off"
-        assert pair.agent("head")["ports"]["gcs"] == pair.connection["env"]["RAY_PORT"]
+        assert pair.agent("head")["ports"]["gcs"] == pair.connection["env"]["HELIOSTAT_RAY_PORT"]
 
     def test_the_dashboard_listens_on_loopback_only(self, pair: Pair) -> None:
         port = pair.connection["dashboard_port"]
@@ -354,9 +354,9 @@ def listening(pids: dict[int, str]) -> dict[int, set[tuple[Any, int]]]:
 def test_the_connection_files_have_exactly_what_was_promised(pair: Pair) -> None:
     variables = {name: str(value) for name, value in pair.connection["env"].items()}
     assert variables.keys() == CONNECTION
-    ip, port = variables["HEAD_IP"], variables["RAY_PORT"]
+    ip, port = variables["HELIOSTAT_HEAD_IP"], variables["HELIOSTAT_RAY_PORT"]
     assert variables["RAY_ADDRESS"] == f"{ip}:{port}" == pair.connection["address"]
-    assert variables["HEAD_NODE"] == socket.gethostname()
+    assert variables["HELIOSTAT_HEAD_NODE"] == socket.gethostname()
     assert (variables["RAY_AUTH_MODE"], variables["RAY_AUTH_TOKEN_PATH"]) == (
         "token",
         str(pair.folder / "token"),
@@ -369,6 +369,18 @@ def test_the_connection_files_have_exactly_what_was_promised(pair: Pair) -> None
     source[2] = 'source "$0"; env -0'
     done = subprocess.run(source, env=empty, capture_output=True, text=True, check=True)
     assert variables.items() <= dict(item.partition("=")[::2] for item in done.stdout.split("\0")).items()
+
+
+def test_env_leaves_nothing_in_the_shell(pair: Pair) -> None:
+    """Not even what another `up` from that shell would read."""
+    line = (
+        'set -e; before=$(compgen -e | sort); eval "$("$0" env "$1")"; [ "$RAY_ADDRESS" ]; "$0" up --name other --dry-run -q'
+        ' >/dev/null; eval "$("$0" env --unset)"; [ "$(compgen -e | sort)" = "$before" ]'
+    )
+    done = subprocess.run(
+        ["bash", "-c", line, COMMAND, NAME], capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_env_lets_rays_own_command_in(pair: Pair) -> None:
@@ -560,3 +572,22 @@ def test_nodes_that_join_with_a_script_leave_with_it(pair: Pair, tmp_path: Path)
     done = heliostat("join", NAME, "--nodes", 2, "--cpus-per-node", 1, script, code=7)
     assert "['head', 'j1-1', 'j1-2', 'w1']" in done.stdout, "it runs when all that came with it are there"
     assert [node["name"] for node in document("status", NAME)["nodes"]] == ["head", "w1"]
+
+
+def test_the_history_has_what_joins_used(pair: Pair) -> None:
+    small = ("--cpus-per-node", 1, "--object-store", "100M")
+    detached = heliostat("join", NAME, "--detach", *small, "--", "sh", "-c", "exit 3").stdout.strip()
+    until(lambda: joined(detached)["exit_code"] == 3, "the exit code of a join that nobody follows")
+    row = until(lambda: joined(detached)["node_hours"] and joined(detached), "its node-hours")
+    assert (row["kind"], row["nodes"], row["why"], row["what"]) == ("join", 1, "failed", "sh -c 'exit 3'")
+    assert row["waited_s"] > 0 and row["ran_s"] >= 0
+    plain = heliostat("join", NAME, *small).stdout.strip()
+    row = joined(plain)
+    assert (row["kind"], row["nodes"], row["what"], row["exit_code"]) == ("join", 1, "join", None)
+    assert row["waited_s"] > 0 and row["node_hours"] is None, "it is still there"
+    (cluster,) = [row for row in document("history")["history"] if row["name"] == NAME]
+    assert cluster["nodes"] == 2, "the nodes of joins are in rows of their own"
+
+
+def joined(join: str) -> dict[str, Any]:
+    return next(row for row in document("history")["history"] if row["name"] == f"{NAME}/{join}")

@@ -154,7 +154,7 @@ def test_a_cluster_that_stays(lab: PbsLab) -> None:
     job = said["nodes"][0]["native_id"]
     for name in (job, job.partition(".")[0]):  # PBS's people know a job by its number
         assert json.loads(lab.heliostat("status", name, "--json").out)["name"] == "lab"
-    assert f"export PBS_JOBID={job}" in lab.heliostat("env", "lab").out
+    assert f"export HELIOSTAT_JOB_ID={job}" in lab.heliostat("env", "lab").out
     done = lab.heliostat("submit", "lab", "--wait", "--", "hostname; exit 5")
     assert done.rc == 5 and "n1" in done.out
     done = lab.heliostat("exec", "lab", "--", "sh", "-c", "hostname; echo err >&2; exit 4")

@@ -121,7 +121,7 @@ def test_a_cluster_that_stays(lab: Lab) -> None:
     assert json.loads(lab.heliostat("status", job_id, "--json").out)["name"] == "stay"
 
     env = lab.heliostat("env", "stay").out
-    assert f"export SLURM_JOB_ID={job_id}" in env and "RAY_AUTH_TOKEN_PATH" in env
+    assert f"export HELIOSTAT_JOB_ID={job_id}" in env and "RAY_AUTH_TOKEN_PATH" in env
     done = lab.heliostat("submit", "stay", "--wait", "--", "hostname; exit 5")
     assert done.rc == 5 and "n1" in done.out
 

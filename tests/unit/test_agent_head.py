@@ -8,7 +8,11 @@ import random
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from heliostat.agent import head as head_module
 from heliostat.agent.head import Head
+from heliostat.agent.ports import Block
 
 
 def config(folder: Path, **more: Any) -> dict[str, Any]:
@@ -60,3 +64,36 @@ def test_the_state_file_is_one_line(tmp_path: Path) -> None:
     asyncio.run(story())
     (line,) = (tmp_path / "state.json").read_text().splitlines()
     assert json.loads(line)["nodes"] == {"w1": {"state": "READY"}}
+
+
+@pytest.mark.parametrize(
+    ("looks", "guest", "ends"),
+    [
+        ([None, None], None, True),
+        ([None, "job j1"], None, False),  # it began between the two looks
+        ([None, OSError("no answer")], None, False),
+        ([None, None], "RUNNING", False),  # the script of a join, which may not use Ray
+        ([None, None], "SUCCEEDED", True),
+    ],
+)
+def test_it_looks_again_before_it_ends_an_idle_cluster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, looks: list[Any], guest: str | None, ends: bool
+) -> None:
+    answers = iter(looks)
+
+    async def activity(*_: object) -> Any:
+        answer = next(answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    async def story() -> str:
+        head = Head(config(tmp_path, idle={"timeout_s": 0}), str(tmp_path))
+        head.block = Block()
+        if guest:
+            head.learn("j1-1", {"state": "READY", "job": {"status": guest}})
+        await head.look_for_activity()
+        return head.stop_reason
+
+    monkeypatch.setattr(head_module, "activity", activity)
+    assert asyncio.run(story()).startswith("idle for ") is ends

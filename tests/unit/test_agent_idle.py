@@ -157,6 +157,19 @@ def test_the_time_is_over(clock: Clock, tmp_path: Path) -> None:
     assert not watch.is_over() and watch.seconds() == 0
 
 
+def test_what_the_last_look_found_goes_on_until_the_next_look(clock: Clock, tmp_path: Path) -> None:
+    """`status` said "idle for 30s" while two jobs ran."""
+    watch = idle.IdleClock({"timeout_s": 25}, str(tmp_path / "keepalive"))
+    watch.note(True)
+    clock.now += 29
+    assert watch.seconds() == 0 and not watch.is_over()
+    watch.note(False)
+    assert watch.seconds() == 0 and not watch.is_over(), "it may have ended a moment ago"
+    clock.now += 25
+    watch.note(False)
+    assert watch.seconds() == 25 and watch.is_over()
+
+
 def test_without_a_timeout_it_is_never_over(clock: Clock, tmp_path: Path) -> None:
     watch = idle.IdleClock({}, str(tmp_path / "keepalive"))
     clock.now += 1e9

@@ -73,8 +73,24 @@ def test_idle_for_long_enough(tmp_path: Path, cluster: dict[str, Any]) -> None:
     cluster["busy"] = "job 1"
     assert why(one) is None
     cluster["busy"] = None
+    assert why(one) is None, "the job may have ended a moment ago"
     one.clock.since -= 61
     assert why(one) == "idle for 61 s"
+
+
+def test_it_looks_again_before_it_ends_an_idle_cluster(
+    tmp_path: Path, cluster: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = iter([None, "job 1", None])
+
+    async def activity(*_: object) -> str | None:
+        return next(answers)
+
+    monkeypatch.setattr(watch, "activity", activity)
+    one = made(tmp_path, idle={"timeout_s": 60})
+    one.clock.since -= 61
+    assert why(one) is None, "a job began between the two looks"
+    assert why(one) is None
 
 
 def test_who_touches_the_file_keeps_it(tmp_path: Path, cluster: dict[str, Any]) -> None:

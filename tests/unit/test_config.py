@@ -67,6 +67,16 @@ def test_the_example_of_the_contract(file: Path) -> None:
     assert config.origins["groups.gpu.labels.kind"] == f"{FILE} line 14"
 
 
+def test_a_variable_that_is_no_key_is_refused(file: Path) -> None:
+    error = refused(file, "", {"HELIOSTAT_NODS": "2"})
+    assert (
+        error.what == "unknown variable `HELIOSTAT_NODS`" and error.hint == "did you mean `HELIOSTAT_NODES`?"
+    )
+    assert read(file, "", {"HELIOSTAT_NODS": "", "HELIOSTAT_JOB": "x", "OTHER_NODS": "2"}).spec.nodes == 1
+    config = read(file, "on: slurm\n", {"HELIOSTAT_SLURM__PARTITION": "gpu"})
+    assert config.spec.sites["slurm"] == {"partition": "gpu"}
+
+
 def test_flags_win_over_environment_over_file_over_defaults(file: Path) -> None:
     text = "\nnodes: 2\ncpus_per_node: 2\nidle: {timeout: 1m}\ngpus_per_node: 1\n"
     environ = {"HELIOSTAT_CPUS_PER_NODE": "3", "HELIOSTAT_IDLE__TIMEOUT": "2m", "HELIOSTAT_TIME": "1h"}

@@ -32,6 +32,7 @@ FLOORS: dict[str, float] = {
             "transport",
             "store",
             "rayapi",
+            "joboutput",
             "relay",
             "tunnel",
             "upload",
@@ -41,7 +42,9 @@ FLOORS: dict[str, float] = {
         1,
     ),
     **dict.fromkeys(("authority", "tls"), 1),
-    **dict.fromkeys(("launching", "mirror", "staging"), 1.5),  # they read and write, and know the store
+    **dict.fromkeys(
+        ("launching", "mirror", "retention", "staging"), 1.5
+    ),  # they read and write, and know the store
     "backends": 2,
     "elastic": 2,
     # where order is decided: what is true, the way back, the way there
@@ -52,6 +55,7 @@ FLOORS: dict[str, float] = {
     # the public Python API
     "api": 3.8,
     **dict.fromkeys(("doctor", "jobs"), 3.7),
+    "accounting": 2.5,
     "telling": 2.5,
     "planning": 2.5,  # what is to be done; decided there, done by whoever is above
     **dict.fromkeys(("environment", "inventory"), 2.7),

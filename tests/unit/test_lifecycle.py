@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from heliostat.backends.base import Observation
-from heliostat.lifecycle import _advice
+from heliostat.events import Event
+from heliostat.lifecycle import Lifecycle, _advice
 from heliostat.looking import judge, needs_words
 from heliostat.states import NodeState as N
 from heliostat.states import check_move
-from heliostat.store import NodeRecord, Record
+from heliostat.store import NodeRecord, Record, Store
 
 NOTHING: dict[str, Any] = {}
 
@@ -74,6 +76,16 @@ CASES = {
     "a new one": (verdict(RUNS, said("READY", launch=2), said("FAILED", "old"), launch=2), (N.READY, "")),
     "gone again": (verdict(N.GONE, said("FAILED", "old"), said("GONE", "old"), launch=2), (N.FAILED, "its agent is gone")),
 }  # fmt: skip
+
+
+def test_nothing_is_said_to_stop_where_nothing_had_started(
+    store: Store, make_record: Callable[..., Record]
+) -> None:
+    said: list[Event] = []
+    folder = store.create(make_record(), {"events.jsonl": ""})
+    Lifecycle(store, said.append).give_up(folder)
+    assert not [event.text for event in said if event.text.startswith("stopping")]
+    assert store.names() == [] and store.last_past("lab")
 
 
 def test_words_are_not_read_where_the_head_or_the_queue_knows() -> None:

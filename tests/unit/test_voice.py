@@ -24,7 +24,10 @@ import pytest
 
 from heliostat import __version__
 from heliostat.cli import app
+from heliostat.cli.run import check_command
+from heliostat.errors import UsageError
 from heliostat.planning import agent_archive
+from heliostat.spec import ClusterSpec
 from heliostat.states import NodeState
 from heliostat.store import ClusterFolder, NodeRecord, Record, Store
 from heliostat.transport import process_start
@@ -222,15 +225,15 @@ def live(person: Person, dashboard: int = 1, state: str = "READY") -> ClusterFol
     record = Record(
         "lab", "ab" * 8, "local", "up", started, spec, nodes=nodes, handles=handles, ready=started + 9
     )
-    env = {"RAY_ADDRESS": "127.0.0.2:20000", "RAY_PORT": 20000, "HEAD_NODE": "it's here", "HEAD_IP": "127.0.0.2", "USER_PORT_OFFSET": 0,
-           "STARTED": "2023-11-14T22:13:20+00:00", "DASHBOARD_PORT": dashboard, "RAY_AUTH_MODE": "token",
+    env = {"RAY_ADDRESS": "127.0.0.2:20000", "HELIOSTAT_RAY_PORT": 20000, "HELIOSTAT_HEAD_NODE": "it's here", "HELIOSTAT_HEAD_IP": "127.0.0.2",
+           "HELIOSTAT_PORT_OFFSET": 0, "HELIOSTAT_STARTED": "2023-11-14T22:13:20+00:00", "HELIOSTAT_DASHBOARD_PORT": dashboard, "RAY_AUTH_MODE": "token",
            "RAY_AUTH_TOKEN_PATH": str(person.store.clusters / "lab" / "token")}  # fmt: skip
     connection = {"schema": 1, "address": "127.0.0.2:20000", "dashboard_port": dashboard, "ray": "2.60.0", "python": "3.11.7",
                   "client_port": 20001, "env": env}  # fmt: skip
     person.known[f"127.0.0.1:{dashboard}"] = "127.0.0.1:PORT"
     person.known[f'"dashboard_port": {dashboard},'] = '"dashboard_port": PORT,'
-    person.known[f'"DASHBOARD_PORT": {dashboard},'] = '"DASHBOARD_PORT": PORT,'
-    person.known[f"DASHBOARD_PORT={dashboard}\n"] = "DASHBOARD_PORT=PORT\n"
+    person.known[f'_DASHBOARD_PORT": {dashboard},'] = '_DASHBOARD_PORT": PORT,'
+    person.known[f"_DASHBOARD_PORT={dashboard}\n"] = "_DASHBOARD_PORT=PORT\n"
     said = {n: {"state": state if n == "w1" else "READY", "reason": "its agent is silent" if state == "LOST" else "", "launch": 1,
                 "since": started + 9, "ip": "127.0.0.2", "host": "vm", "ports": {}} for n in nodes}  # fmt: skip
     event = {"at": 1_700_000_000.0, "kind": "note", "text": "asked for on local"}
@@ -374,7 +377,25 @@ CASES: dict[str, Case] = {
     "run-missing-script-far": case("run /nowhere/x.py", scripts),
     "run-folder": case("run folder.py", scripts),
     "run-not-python": case("run plain.txt", scripts),
+    "run-no-such-command": case("run -- nosuchcommand --x"),
+    "run-a-script-as-a-command": case("run -- train.py --lr 0.1", scripts),
+    "run-a-script-as-a-command-elsewhere": case("run --on slurm -- train.py", scripts),
+    "up-too-many": case("up --nodes 100000 --dry-run"),
+    "up-too-many-for-a-computer": case("up --nodes 5000 --dry-run"),
+    "up-too-many-in-groups": case("up --dry-run --on slurm", with_file("groups: {a: {nodes: 6000}, b: {nodes: 6000}}\n")),
+    "scale-no-groups": case("scale lab 1 --group gpu", silent),
     "run-unknown-option": case("run --nodse 2 train.py", scripts),
+    "run-slurm-misspelled": case("run --on slurm --nodez 4 --dry-run train.py", scripts),
+    "run-slurm-misspelled-theirs": case("run --on slurm --partiton=gpu --dry-run train.py", scripts),
+    "run-pbs-misspelled": case("run --on pbs --nodez=4 --dry-run train.py", scripts),
+    "run-on-a-cluster-with-nodes": case("run --cluster lab --nodes 3 --time 1h train.py", lambda p: (scripts(p), live(p))),
+    "run-on-a-cluster-with-a-file": case("run --cluster lab -f x.yaml train.py", lambda p: (scripts(p), live(p))),
+    "run-on-a-cluster-unknown-option": case("run --cluster lab --nodez=3 train.py", lambda p: (scripts(p), live(p))),
+    "join-on": case("join lab --on slurm --nodes 2", silent),
+    "join-host-with-nodes": case("join lab --host tin --nodes 2", silent),
+    "join-host-with-a-script": case("join lab --host tin train.py", lambda p: (scripts(p), live(p))),
+    "unknown-variable": case("up --dry-run", HELIOSTAT_NODS="2"),
+    "unknown-variable-far": case("up --dry-run", HELIOSTAT_XYZZY__A="2"),
     "run-scheduler-option": case("run --partition=gpu train.py", scripts),
     "run-missing-script-json": case("run --json tarin.py", scripts),
     # what a cluster may be
@@ -485,6 +506,9 @@ CASES: dict[str, Case] = {
     "no-cluster-long": Case(("status", "x" * 300), past),
     "submit-nothing": case("submit lab", silent),
     "submit-bad-env": case("submit lab --env A -- true", silent),
+    "submit-bad-id": case("submit lab --job-id a/../b -- true", silent),
+    "submit-two-directories": case("submit lab --working-dir . --no-working-dir -- true", silent),
+    "dry-submit-no-working-dir": case("submit lab --dry-run --no-working-dir -- true", silent),
     "submit-no-folder": case("submit lab --working-dir none -- true", silent),
     "submit-no-runtime-env": case("submit lab --runtime-env none.yaml -- true", silent),
     "submit-bad-runtime-env": case("submit lab --runtime-env plain.txt -- true", lambda p: (scripts(p), live(p))),
@@ -497,6 +521,12 @@ CASES: dict[str, Case] = {
     "history-json": case("history --json", past),
     "history-csv": case("history --csv -", past),
     "history-csv-file": case("history --csv out.csv", past),
+    "history-prune": case("history --prune", past),
+    "history-prune-size": case("history --prune --max-size 0", past),
+    "history-prune-json": case("history --prune --older-than 30d --dry-run --json", past),
+    "history-prune-bad-size": case("history --prune --max-size much", past),
+    "history-prune-forgotten": case("history --older-than 30d", past),
+    "history-prune-csv": case("history --prune --csv -", past),
     "history-csv-nowhere": case("history --csv none/out.csv", past),
     "logs-past": case("logs lab", past),
     "logs-past-json": case("logs lab --json", past),
@@ -520,6 +550,10 @@ CASES: dict[str, Case] = {
     "logs": case("logs lab", silent),
     "env": case("env lab", silent),
     "env-json": case("env lab --json", silent),
+    "env-unset": case("env --unset"),
+    "env-unset-json": case("env --unset --json"),
+    "env-unset-cluster": case("env lab --unset", silent),
+    "env-nothing": case("env", silent),
     "jobs-silent": case("jobs lab", silent),
     "submit-silent": case("submit lab -- true", silent),
     "up-again": case("up --name lab --nodes 2", silent),
@@ -587,6 +621,7 @@ RAY_CASES: dict[str, tuple[str, ...]] = {
     "ray-run-on-a-cluster": ("run", "--cluster", "lab", "--detach", "--json", "--", "true"),
     "ray-logs-job": ("logs", "lab", "j2"),
     "ray-logs-no-such-job": ("logs", "lab", "j9"),
+    "ray-logs-no-such-node": ("logs", "lab", "w9"),
     "ray-stop": ("stop", "lab", "j1"),
     "ray-stop-ended": ("stop", "lab", "j2"),
     "ray-stop-json": ("stop", "lab", "j1", "--json"),
@@ -629,6 +664,31 @@ def test_what_is_said_with_a_head_that_answers(person: Person, name: str) -> Non
 
 
 # -- the rest of the voice
+
+
+@pytest.mark.parametrize(
+    ("name", "about", "refused"),
+    [
+        ("nosuch", {}, True),
+        ("sh", {}, False),
+        ("python", {}, False),
+        ("/no/such", {}, True),
+        ("./nosuch.sh", {"on": "slurm"}, True),
+        ("nosuch", {"on": "slurm"}, False),  # the nodes have a PATH of their own
+        ("/no/such", {"on": "slurm"}, False),
+        ("nosuch.py", {"on": "slurm"}, True),
+        ("nosuch", {"environment": {"setup": ["module load x"]}}, False),
+        ("nosuch", {"environment": {"env": {"PATH": "/opt/bin"}}}, False),
+        ("nosuch", {"environment": {"conda": "x"}}, False),
+    ],
+)
+def test_a_command_that_cannot_exist_is_refused_before_anything_starts(
+    name: str, about: dict[str, Any], refused: bool
+) -> None:
+    spec = ClusterSpec.model_validate({"name": "x", **about})
+    with pytest.raises(UsageError) if refused else contextlib.nullcontext() as caught:
+        check_command([name], spec)
+    assert not caught or caught.value.exit_code == 127
 
 
 def test_a_script_that_may_not_be_read(person: Person, monkeypatch: pytest.MonkeyPatch) -> None:

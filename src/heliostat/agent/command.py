@@ -51,6 +51,7 @@ class Command:
                     stdout=None if by_hand else out, stderr=None if by_hand else err,
                     start_new_session=True, preexec_fn=self.in_the_child,
                 )  # fmt: skip
+            self.job["pid"] = self.process.pid
             self.changed()
             code = await self.process.wait()
         except OSError as error:

@@ -43,6 +43,7 @@ class Head(Node):
         )
         self.work = Command(self.runtime, self.flush) if mine(config) else None
         self.enough = asyncio.Event()
+        self.ready_since: Optional[float] = None
         self.started = self.looked = time.time()
         self.ended: Optional[Json] = None
         self.idle = IdleClock(config.get("idle") or {}, self._path("keepalive"))
@@ -62,13 +63,17 @@ class Head(Node):
 
     def learn(self, node: str, status: Json) -> None:
         old = self.nodes.get(node, {})
+        since = old.get("ready") if old.get("launch") == status.get("launch") else None
+        if since or (status.get("state") == "READY" and status.get("since")):
+            status["ready"] = since or status["since"]  # the history counts from then on
         self.nodes[node] = status
         if any(old.get(key) != status.get(key) for key in ("state", "reason", "job")):
             self.note({"node": node, "state": status.get("state"), "reason": status.get("reason")})
             self.flush_soon()
         self.alive += (status.get("state") == "READY") - (old.get("state") == "READY")
-        if self.alive >= self.config["min_nodes"]:
+        if self.alive >= self.config["min_nodes"] and not self.enough.is_set():
             self.enough.set()
+            self.ready_since = time.time()
 
     def heard(self, node: str, message: Json) -> Json:
         """A worker speaks; the answer tells it that we live, and whether the nodes that it waits for are there."""
@@ -128,7 +133,8 @@ class Head(Node):
     def flush(self) -> None:
         self._flush_due = False
         job = self.work.job if self.work else None
-        state = {"schema": 1, "nodes": self.nodes, "job": job, "started": self.started, "warned": self.warned}
+        state = {"schema": 1, "nodes": self.nodes, "job": job, "started": self.started, "warned": self.warned,
+                 "ready": self.ready_since}  # fmt: skip
         try:
             # on one line: indenting takes Python's slow encoder, and this is written while everybody calls
             text = json.dumps({**state, "jobs": self.jobs, "ended": self.ended})
@@ -178,17 +184,18 @@ class Head(Node):
         assert self.ray and self.hub
         port = self.ray.ports
         self.hub.dashboard = port["dashboard"]
-        job = {k: os.environ[k] for k in ("SLURM_JOB_ID", "PBS_JOBID") if k in os.environ}
+        job = os.environ.get("SLURM_JOB_ID") or os.environ.get("PBS_JOBID")
         started = datetime.datetime.fromtimestamp(self.started).astimezone().isoformat(timespec="seconds")
         variables: Dict[str, Any] = {
             "RAY_ADDRESS": join(self.ip, port["gcs"]),
-            "RAY_PORT": port["gcs"],
-            "HEAD_NODE": self.info["host"],
-            "HEAD_IP": self.ip,
-            **job,
-            "USER_PORT_OFFSET": self.config["ports"].get("offset", 0),
-            "STARTED": started,
-            "DASHBOARD_PORT": port["dashboard"],
+            "HELIOSTAT_CLUSTER": self.config["cluster"],
+            "HELIOSTAT_RAY_PORT": port["gcs"],
+            "HELIOSTAT_HEAD_NODE": self.info["host"],
+            "HELIOSTAT_HEAD_IP": self.ip,
+            **({"HELIOSTAT_JOB_ID": job} if job else {}),
+            "HELIOSTAT_PORT_OFFSET": self.config["ports"].get("offset", 0),
+            "HELIOSTAT_STARTED": started,
+            "HELIOSTAT_DASHBOARD_PORT": port["dashboard"],
             "RAY_AUTH_MODE": "token" if self.config["auth"] == "token" else "disabled",
         }
         if self.config["auth"] == "token":
@@ -265,15 +272,18 @@ class Head(Node):
 
     async def look_for_activity(self) -> None:
         assert self.block
-        if self.work and self.work.waits_or_runs:
+        if self.guests_at_work() or (self.work and self.work.waits_or_runs):
             return self.idle.note(True)
         since, self.looked = self.looked, time.time()  # what began and ended between two looks counts
         try:
             self.idle.note(await activity(self.dashboard, since) is not None)
         except (OSError, KeyError, TypeError, asyncio.TimeoutError):
-            self.idle.note(True)  # we do not know, so nobody's work is ended
-        if self.idle.is_over():
-            self.stop("idle for %d s" % self.idle.seconds())
+            self.idle.note(True, known=False)  # so nobody's work is ended
+        if not self.idle.is_over():
+            return
+        if await self.busy():  # look again: work may have begun while we looked
+            return self.idle.note(True)
+        self.stop("idle for %d s" % self.idle.seconds())
 
     async def command(self) -> None:
         """Runs the user's command here when enough nodes are there. Its end is the cluster's end."""

@@ -71,6 +71,7 @@ class IdleClock:
         self.window: Optional[Tuple[int, int]] = tuple(idle["window"]) if idle.get("window") else None
         self.keepalive, self._touched = keepalive, self._stamp(keepalive)
         self.since = time.monotonic()
+        self.active = False  # the last look found something
         # six looks a timeout are enough; without one, somebody may still ask `status` how long it has been quiet
         self.every_s = min(15.0, max(0.5, self.timeout / 6)) if self.timeout else 30.0
 
@@ -81,14 +82,17 @@ class IdleClock:
         except OSError:
             return None
 
-    def note(self, active: bool) -> None:
+    def note(self, active: bool, known: bool = True) -> None:
+        """known: False where Ray did not answer, and work is only assumed."""
         touched = self._stamp(self.keepalive)
         # only whether it changed: the clock of a file server is not ours
-        if active or touched != self._touched:
+        if active or self.active or touched != self._touched:  # it may have gone on until this look
             self.since, self._touched = time.monotonic(), touched
+        self.active = active and known
 
     def seconds(self) -> float:
-        return time.monotonic() - self.since
+        """0 while the last look found something: it is taken to go on until a look finds nothing."""
+        return 0.0 if self.active else time.monotonic() - self.since
 
     def is_over(self) -> bool:
         if self.timeout is None or self.seconds() < self.timeout:

@@ -102,17 +102,27 @@ class Watch:
         # a container of the person's may run Ray as another user
         secret = self._read("token") if self.config.get("token") else ""
         dashboard = Dashboard(self.port, secret, owned=False)
-        job = self._read("job")
+        job, since = self._read("job"), self.looked
         try:
             if job and await self._over(job, dashboard):
                 return "its command has ended"
-            since, self.looked = self.looked, time.time()
+            self.looked = time.time()
             self.clock.note(await activity(dashboard, since) is not None)
             self.heard = time.monotonic()
         except (OSError, KeyError, TypeError, asyncio.TimeoutError):
             # we do not know, so nobody's work is ended, for a while
-            self.clock.note(time.monotonic() - self.heard < SILENT_S)
-        return "idle for %d s" % self.clock.seconds() if self.clock.is_over() else None
+            self.clock.note(time.monotonic() - self.heard < SILENT_S, known=False)
+        if not self.clock.is_over():
+            return None
+        try:
+            if (
+                await activity(dashboard, since) is not None
+            ):  # look again: work may have begun while we looked
+                self.clock.note(True)
+                return None
+        except (OSError, KeyError, TypeError, asyncio.TimeoutError):
+            pass  # silent for longer than SILENT_S, or it has answered a moment ago
+        return "idle for %d s" % self.clock.seconds()
 
     async def _over(self, job: str, dashboard: Dashboard) -> bool:
         return any(one["id"] == job and one["status"] in OVER for one in await last_jobs(dashboard))

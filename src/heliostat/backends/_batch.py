@@ -132,6 +132,7 @@ class Batch:
     grows: ClassVar[bool] = False
     takes_options: ClassVar[bool] = True
     letters: ClassVar[tuple[str, ...]] = ()
+    long_options: ClassVar[frozenset[str]] = frozenset()  # of the submit command, as far as they are known
     pace: ClassVar[tuple[float, float]] = (0.5, 10.0)
     after: ClassVar[tuple[str, ...]]  # options: not before the job HEAD begins
     insists: ClassVar[

@@ -152,10 +152,10 @@ def connection(handle: Handle, head: Json) -> Json:
     address = f"{ip}:{render.GCS_PORT}"
     env = {
         "RAY_ADDRESS": address,
-        "RAY_PORT": render.GCS_PORT,
-        "HEAD_NODE": head["id"],
-        "HEAD_IP": ip,
-        "DASHBOARD_PORT": detail["dashboard"],
+        "HELIOSTAT_RAY_PORT": render.GCS_PORT,
+        "HELIOSTAT_HEAD_NODE": head["id"],
+        "HELIOSTAT_HEAD_IP": ip,
+        "HELIOSTAT_DASHBOARD_PORT": detail["dashboard"],
         "RAY_AUTH_MODE": "token" if detail["auth"] == "token" else "disabled",
         **({"RAY_AUTH_TOKEN_PATH": f"{detail['folder']}/token"} if detail["auth"] == "token" else {}),
     }

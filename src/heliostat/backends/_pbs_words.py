@@ -200,7 +200,7 @@ def parse_select(text: str) -> tuple[str, ...]:
         count, _, rest = part.partition(":")
         if "=" in count:  # a chunk without a count is one
             count, rest = "1", part
-        if not count.isdigit() or not 0 < int(count) <= 100_000:
+        if not count.isdigit() or not 0 < int(count) <= 10_000:
             raise UsageError(f"`select={text[:80]}` cannot be used", hint="select=4:ncpus=16:mem=64gb")
         chunks += [rest] * int(count)
     return tuple(chunks)

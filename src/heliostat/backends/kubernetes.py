@@ -288,7 +288,7 @@ class Kubernetes:
             return None
         address = f"ray://{cluster.service(made)}.{cluster.namespace}.svc:10001"
         mode = "token" if cluster.asks_token else "disabled"
-        env = {"RAY_ADDRESS": address, "HEAD_IP": head.get("ip"), "RAY_AUTH_MODE": mode}
+        env = {"RAY_ADDRESS": address, "HELIOSTAT_HEAD_IP": head.get("ip"), "RAY_AUTH_MODE": mode}
         if cluster.asks_token:
             env["RAY_AUTH_TOKEN_PATH"] = ""  # the file here is put in its place
         version = cluster.ray_spec(made).get("rayVersion")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 from heliostat.backends.base import RUN_S, Check, File, Handle, Observation, Order, Plan, Question, Step
 from heliostat.errors import HeliostatError, UsageError
 from heliostat.ownership import require_safe
+from heliostat.script import by_shell
 from heliostat.states import NodeState
 from heliostat.transport import process_start
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from heliostat.transport import Completed, Spawner, Transport
 
 STOP_S = 60.0
+MOST_NODES = 1000
 # by its path: `python -m` would look for it in the current directory first, which may be anybody's
 OWN_AGENT = Path(__file__).parents[1] / "agent"
 
@@ -64,10 +66,16 @@ class Local:
         script = agent_script(spec.environment, order.agent, "node", comment=comment)
         path = order.folder / "script.sh"
         # the nodes share the machine; one that comes later gets what the first ones got
-        everybody = [member.name for member in members(spec)]
+        everybody = {member.name: place for place, member in enumerate(members(spec))}
+        if len(everybody) > MOST_NODES:
+            raise UsageError(
+                f"{len(everybody)} nodes are too many for one computer",
+                because=f"each is a Ray node of about ten processes; {MOST_NODES} are the most",
+                hint="--nodes 4",
+            )
         steps = []
         for member in order.members:
-            share = everybody.index(member.name) if member.name in everybody else 0
+            share = everybody.get(member.name, 0)
             config = {
                 **order.config,
                 "mark": f"{order.config['mark']}-{member.name}",
@@ -143,7 +151,7 @@ class Local:
             )
 
     def execute(self, node: str, handle: Handle, argv: Sequence[str], host: Transport) -> Completed:
-        return host.run(argv, timeout=RUN_S)
+        return host.run(by_shell(argv), timeout=RUN_S)
 
     def bring_home(self, handles: Sequence[Handle], folder: Path) -> list[str]:
         return []  # it is here already

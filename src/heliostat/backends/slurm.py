@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from heliostat.backends import _batch
 from heliostat.backends._batch import DAY_S, OBSERVE_S
-from heliostat.backends._slurm_words import IN_TURN, observation
+from heliostat.backends._slurm_words import IN_TURN, LONG_OPTIONS, observation
 from heliostat.backends.base import Check, File, Handle, Observation, Order, Plan, Question, Step, by_name
 from heliostat.errors import HeliostatError, UsageError
+from heliostat.script import by_shell
 from heliostat.states import NodeState
 from heliostat.units import count, format_duration
 
@@ -99,6 +100,7 @@ class Options:
 class Slurm(_batch.Batch):
     name: ClassVar[str] = "slurm"
     Options: ClassVar[type] = Options
+    long_options: ClassVar[frozenset[str]] = LONG_OPTIONS
     after: ClassVar[tuple[str, ...]] = (AFTER,)  # not a heterogeneous job: that would start all or nothing
     insists: ClassVar[bool] = False
     last_resort: ClassVar[str] = "scancel"
@@ -281,7 +283,7 @@ class Slurm(_batch.Batch):
         place = str(handle.nodes.index(node))
         step = ["srun", f"--jobid={handle.native_id}", *_where(_of([handle])), "--overlap", "--mpi=none", f"--relative={place}",
                 "--nodes=1", "--ntasks=1", "--cpu-bind=none"]  # fmt: skip
-        return host.run([*step, *argv], timeout=DAY_S)
+        return host.run([*step, *by_shell(argv)], timeout=DAY_S)
 
 
 def partitions(text: str) -> dict[str, dict[str, Any]]:

@@ -6,17 +6,27 @@ import click
 
 from heliostat.cli.options import CLUSTER, common
 from heliostat.cli.output import Output
-from heliostat.errors import HeliostatError
+from heliostat.errors import HeliostatError, UsageError
 from heliostat.lifecycle import Lifecycle
-from heliostat.script import export
+from heliostat.script import CONNECTION_VARIABLES, export, unset
 
 
 @click.command()
-@click.argument("cluster", type=CLUSTER)
+@click.argument("cluster", type=CLUSTER, required=False)
+@click.option("--unset", "forget", is_flag=True, help="print the line that takes them away again")
 @common
 @click.pass_obj
-def command(out: Output, /, cluster: str) -> None:
-    """Prints export lines: eval "$(heliostat env NAME)", and ray.init() joins the cluster."""
+def command(out: Output, /, cluster: str | None, forget: bool) -> None:
+    """Prints export lines: eval "$(heliostat env NAME)", and ray.init() joins the cluster.
+
+    eval "$(heliostat env --unset)" undoes it, whichever cluster it was."""
+    if forget and cluster:
+        raise UsageError("`--unset` takes no cluster", hint="heliostat env --unset")
+    if forget:
+        names = list(CONNECTION_VARIABLES)
+        return out.document({"unset": names}) if out.json else out.exact(unset(names))
+    if cluster is None:
+        raise UsageError("missing argument `CLUSTER`", hint="heliostat env --help")
     life = Lifecycle()
     view = life.find(cluster)
     env = life.environment(view)

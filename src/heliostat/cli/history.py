@@ -10,12 +10,12 @@ from typing import Any
 
 import click
 
-from heliostat.cli.options import common
+from heliostat.cli.options import common, refuse_options
 from heliostat.cli.output import Output, table
-from heliostat.errors import HeliostatError
+from heliostat.errors import HeliostatError, UsageError
 from heliostat.lifecycle import Lifecycle
 from heliostat.store import Record
-from heliostat.units import format_duration
+from heliostat.units import count, format_bytes, format_duration, parse_bytes, parse_duration
 
 COLUMNS = (
     "name",
@@ -34,10 +34,34 @@ COLUMNS = (
 
 @click.command()
 @click.option("--csv", "path", type=click.Path(path_type=Path), help="write it as CSV; `-` for stdout")
+@click.option("--prune", is_flag=True, help="remove logs of ended clusters until they are within the limit")
+@click.option("--older-than", metavar="TIME", help="with --prune: those that ended longer ago, e.g. 30d")
+@click.option("--max-size", metavar="SIZE", help="with --prune: the limit [HELIOSTAT_HISTORY_SIZE, else 1G]")
+@click.option("--dry-run", is_flag=True, help="with --prune: say what would be removed, remove nothing")
 @common
 @click.pass_obj
-def command(out: Output, /, path: Path | None) -> None:
-    """Lists every cluster and job that ever ran here: what, where, how long it waited and ran, node-hours, exit code."""
+def command(
+    out: Output,
+    /,
+    path: Path | None,
+    prune: bool,
+    older_than: str | None,
+    max_size: str | None,
+    dry_run: bool,
+) -> None:
+    """Lists every cluster and job that ever ran here: what, where, how long it waited and ran, node-hours, exit code.
+
+    Logs of ended clusters are kept up to a limit, then those of the oldest are removed; their rows stay."""
+    if prune:
+        if path is not None:
+            raise UsageError("`--prune` and `--csv` exclude each other", hint="heliostat history --prune")
+        return prune_logs(out, older_than, max_size, dry_run)
+    refuse_options(
+        {"older_than": older_than, "max_size": max_size, "dry_run": dry_run},
+        "`history` alone",
+        "it changes nothing without `--prune`",
+        "heliostat history --prune",
+    )
     life = Lifecycle()
     rows = [row for record in sorted(life.ever(), key=lambda r: r.created) for row in rows_of(record)]
     if path is not None:
@@ -57,32 +81,67 @@ def command(out: Output, /, path: Path | None) -> None:
     )
 
 
+def prune_logs(out: Output, older_than: str | None, max_size: str | None, dry_run: bool) -> None:
+    import time
+
+    from heliostat import retention
+
+    try:
+        limit = retention.limit_bytes() if max_size is None else parse_bytes(max_size)
+        age = None if older_than is None else float(parse_duration(older_than))
+    except ValueError as error:
+        raise UsageError(
+            str(error), hint="heliostat history --prune --older-than 30d --max-size 500M"
+        ) from None
+    clusters = retention.ended_clusters(Lifecycle().store)
+    chosen = retention.choose(clusters, limit, age, time.time())
+    used, freed = sum(one.size_bytes for one in clusters), sum(one.size_bytes for one in chosen)
+    freed = freed if dry_run else retention.prune(chosen)
+    names = [one.folder.path.name for one in chosen]
+    if out.json:
+        return out.document(
+            {"pruned": names, "freed_bytes": freed, "used_bytes": used - freed, "limit_bytes": limit, "dry_run": dry_run}
+        )  # fmt: skip
+    for name in names:
+        out.data(name)
+    verb = "would remove" if dry_run else "removed"
+    out.say(
+        f"{verb} the logs of {count(len(names), 'cluster')}, {format_bytes(freed)}; {format_bytes(used - freed)} of "
+        f"{format_bytes(limit)} are used"
+    )
+
+
 def _span(seconds: float | None) -> str:
     return "-" if seconds is None else format_duration(seconds)
 
 
 def rows_of(record: Record) -> list[dict[str, Any]]:
-    """The cluster, then the jobs that were submitted to it."""
+    """The cluster, then the joins and the jobs that were submitted to it."""
     # never below nothing: the clock may have been set back meanwhile
     waited = max(0.0, record.ready - record.created) if record.ready else None
     ran = max(0.0, record.ended - record.ready) if record.ready and record.ended else None
     what = record.command["text"] if record.command else "cluster"
+    joins = {job["id"] for job in record.jobs if "nodes" in job}
+    nodes = sum(node.guest not in joins for node in record.nodes.values())
     rows = [
         {
             "name": record.name,
             "kind": record.kind,
             "what": what,
             "site": record.site,
-            "nodes": len(record.nodes),
+            "nodes": nodes,
             "started": _when(record.created),
             "waited_s": _round(waited),
             "ran_s": _round(ran),
-            "node_hours": round(ran * len(record.nodes) / 3600, 4) if ran is not None else None,
+            "node_hours": round(ran * nodes / 3600, 4) if ran is not None else None,
             "exit_code": record.exit_code,
             "why": record.reason,
         }
     ]
     for job in record.jobs:
+        if job["id"] in joins:
+            rows.append(_row_of_join(record, job))
+            continue
         rows.append(
             {
                 "name": f"{record.name}/{job['id']}",
@@ -99,6 +158,24 @@ def rows_of(record: Record) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def _row_of_join(record: Record, join: dict[str, Any]) -> dict[str, Any]:
+    ready, used = join.get("ready"), join.get("node_seconds")
+    there = max(0.0, join["ended"] - ready) if ready and join.get("ended") else None
+    return {
+        "name": f"{record.name}/{join['id']}",
+        "kind": "join",
+        "what": join["entrypoint"] or "join",
+        "site": record.site,
+        "nodes": join["nodes"],
+        "started": _when(join["submitted"]),
+        "waited_s": _round(max(0.0, ready - join["submitted"])) if ready else None,
+        "ran_s": _round(there if join.get("seconds") is None else join["seconds"]),
+        "node_hours": None if used is None else round(used / 3600, 4),
+        "exit_code": join.get("exit_code"),
+        "why": (join.get("status") or "").lower(),
+    }
 
 
 def _when(moment: float) -> str:

@@ -8,10 +8,11 @@ from typing import Any
 
 import click
 
-from heliostat.cli.native import SiteCommand, command_line
-from heliostat.cli.options import CLUSTER, cluster_options, common, read_config
+from heliostat.cli.native import SiteCommand, command_line, native_options
+from heliostat.cli.options import CLUSTER, cluster_options, common, read_config, refuse_options
 from heliostat.cli.output import Output
 from heliostat.cli.run import script_command
+from heliostat.errors import UsageError
 from heliostat.jobs import Jobs
 from heliostat.lifecycle import Lifecycle
 from heliostat.script import quote
@@ -19,6 +20,9 @@ from heliostat.units import count
 
 # of the cluster itself, not of nodes that join it
 NOT_FOR_GUESTS = ("name", "nodes", "min_nodes", "groups", "time", "head", "hosts", "idle", "autoscale")
+
+# options of the cluster that nodes which join cannot change
+OF_THE_CLUSTER = ("on", "name", "min_nodes", "max_nodes", "idle_timeout")
 
 
 @click.command(cls=SiteCommand)
@@ -46,10 +50,28 @@ def command(
     life = Lifecycle(emit=out.emit)
     record = life.store.open(cluster).record()
     name = record.name
+    work = command_line()
     if hosts:
+        refuse_options(
+            {**values, "file": file, "detach": detach, "dry_run": dry_run},
+            "`--host`",
+            "a machine joins as it is, for as long as the cluster lives",
+            f"heliostat join {name} --host {hosts[0]}",
+        )
+        if work or native_options():
+            raise UsageError(
+                f"`{(native_options() or work)[0]}` cannot be used with `--host`",
+                because="a machine joins without a script",
+                hint=f"heliostat join {name} --host {hosts[0]}, then heliostat run --cluster {name} SCRIPT.py",
+            )
         add_hosts(out, life, name, hosts)
         return None
-    work = command_line()
+    refuse_options(
+        {key: values[key] for key in OF_THE_CLUSTER},
+        "`join`",
+        f"`{name}` runs on `{record.site}` already, and has these of its own",
+        f"heliostat join {name} --nodes 2",
+    )
     argv = script_command(tuple(work)) if work else None
     base = {key: value for key, value in record.spec.items() if key not in NOT_FOR_GUESTS}
     config = read_config({**values, "on": record.site, "name": name}, file, base=base)

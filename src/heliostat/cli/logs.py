@@ -14,6 +14,7 @@ from heliostat import backends
 from heliostat.cli.options import CLUSTER, common
 from heliostat.cli.output import Output, as_json
 from heliostat.errors import NotFoundError, printable
+from heliostat.joboutput import OwnOutput
 from heliostat.jobs import Jobs
 from heliostat.lifecycle import Lifecycle
 from heliostat.store import ClusterFolder
@@ -102,20 +103,33 @@ def show(sink: Sink, life: Lifecycle, folder: ClusterFolder, what: str) -> None:
     elif ended:
         kept = sorted(folder.logs.glob(f"*/job-driver-{what}.log"))
         if not kept:
+            gone = "" if folder.logs.exists() else "its logs were removed: the history has a size limit"
             raise NotFoundError(
-                f"there is no job or node `{what}` in what is kept of `{record.name}`", saw=str(folder.logs)
+                f"there is no job or node `{what}` in what is kept of `{record.name}`",
+                because=gone,
+                saw=str(folder.logs),
             )
-        copy(sink, "out", kept[0])
+        ran = next((job.get("ran") for job in record.jobs if job["id"] == what), None)
+        copy(sink, "out", kept[0], OwnOutput(what, ran))
     else:
-        for chunk in life.api(life.look(folder)).output(what, follow=sink.follow):
-            sink.stream("out", chunk)
+        try:
+            for chunk in life.api(life.look(folder)).output(what, follow=sink.follow):
+                sink.stream("out", chunk)
+        except NotFoundError:
+            raise NotFoundError(
+                f"there is no job or node `{what}` on `{record.name}`",
+                because=f"its nodes: {', '.join(record.nodes)}",
+                hint=f"heliostat jobs {record.name}",
+            ) from None
 
 
-def copy(sink: Sink, stream: str, path: Path) -> None:
+def copy(sink: Sink, stream: str, path: Path, own: OwnOutput | None = None) -> None:
     try:
         with open(path, "rb") as source:
             while chunk := source.read(1 << 20):
-                sink.stream(stream, chunk)
+                sink.stream(stream, own.feed(chunk) if own else chunk)
+        if own:
+            sink.stream(stream, own.close())
     except FileNotFoundError:
         pass
 

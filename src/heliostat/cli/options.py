@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -160,7 +160,40 @@ def read_config(values: dict[str, Any], file: Path | None, *, base: dict[str, An
             because=f"`{site}` has no scheduler to pass it to",
             hint=f"did you mean `{near[0]}`?" if near else usage,
         )
+    _check_spelling(native, site)
     return load(**{f"{site}.extra": [*found.spec.sites.get(site, {}).get("extra", []), *native]})
+
+
+def _check_spelling(native: Sequence[str], site: str) -> None:
+    """Refuses a long option that is close to one of ours or of the scheduler, and is neither. Others go to the scheduler: a
+    site may have options of its own (SPANK plugins)."""
+    from heliostat import backends
+
+    command = click.get_current_context().command
+    theirs = {f"--{name}" for name in getattr(backends.load(site), "long_options", ())}
+    known = [name for option in command.params for name in option.opts if name.startswith("--")]
+    for word in native:
+        name = word.partition("=")[0]
+        if not name.startswith("--") or name in theirs:
+            continue
+        near = difflib.get_close_matches(name, [*known, *sorted(theirs)], n=1, cutoff=0.8)
+        if near and not name.startswith(f"{near[0]}-"):
+            raise UsageError(
+                f"no such option: `{name}`",
+                because=f"neither heliostat nor the scheduler of `{site}` is known to have it",
+                hint=f"did you mean `{near[0]}`? else {site}: {{extra: ['{name}=…']}} in the file",
+            )
+
+
+def refuse_options(values: Mapping[str, Any], with_what: str, because: str, hint: str) -> None:
+    """Raises UsageError when one of these options was given: the command could only ignore it."""
+    given = [f"--{key.replace('_', '-')}" for key, value in values.items() if value not in (None, (), False)]
+    if given:
+        raise UsageError(
+            f"{', '.join(f'`{name}`' for name in given)} cannot be used with {with_what}",
+            because=because,
+            hint=hint,
+        )
 
 
 def _demand(most: int, least: int | None) -> dict[str, int]:

@@ -5,20 +5,24 @@ from __future__ import annotations
 import os
 import secrets
 import stat
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from heliostat.cli.native import SiteCommand, command_line
-from heliostat.cli.options import cluster_options, common, read_config
+from heliostat.cli.native import SiteCommand, command_line, native_options
+from heliostat.cli.options import cluster_options, common, read_config, refuse_options
 from heliostat.cli.output import Output
 from heliostat.errors import UsageError
 from heliostat.jobs import Jobs
 from heliostat.lifecycle import Lifecycle
 from heliostat.script import quote
+
+if TYPE_CHECKING:
+    from heliostat.spec import ClusterSpec
 
 
 @click.command(cls=SiteCommand)
@@ -44,6 +48,14 @@ def command(
     argv = script_command(tuple(command_line()))
     life = Lifecycle(emit=out.emit)
     if cluster:
+        refuse_options(
+            {**values, "file": file},
+            f"`--cluster {cluster}`",
+            "that cluster runs already, with nodes of its own",
+            f"heliostat scale {cluster} N changes its nodes; without --cluster a new one is started",
+        )
+        if native := native_options():
+            raise UsageError(f"no such option: `{native[0]}`", hint="heliostat run --help")
         return run_on(out, life, cluster, argv, detach, dry_run)
     fresh = (
         {} if values.get("name") else {"name": f"run-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}"}
@@ -51,6 +63,7 @@ def command(
     config = read_config({**values, **fresh}, file)
     if fresh:
         config = replace(config, origins={**config.origins, "name": "made up"})
+    check_command(argv, config.spec)
     what = {"argv": argv, "cwd": os.getcwd(), "text": quote(argv)}
     if dry_run:
         from heliostat.cli.dryrun import show
@@ -88,10 +101,33 @@ def script_command(words: tuple[str, ...]) -> list[str]:
     return ["python3", found[0].replace(os.sep, "/"), *found[1:]]
 
 
-def _exists(word: str) -> bool:
+def _exists(word: str, path: str | None = None) -> bool:
     import shutil
 
-    return shutil.which(word) is not None
+    return shutil.which(word, path=path) is not None
+
+
+def check_command(argv: list[str], spec: ClusterSpec) -> None:
+    """Raises where the command cannot exist on the head, before a cluster is started for it."""
+    name, environment = argv[0], spec.environment
+    unknown = environment.setup or environment.conda or environment.container or "PATH" in environment.env
+    if name in ("python", "python3") or unknown:
+        return
+    if os.sep not in name and (spec.on != "local" or environment.venv) and not name.endswith(".py"):
+        return  # the nodes have a PATH of their own
+    if os.path.isabs(name) and spec.on != "local":
+        return
+    if _exists(name, os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])):
+        return
+    here = os.path.isfile(name)
+    raise UsageError(
+        f"there is no command `{name}`",
+        because=f"`{name}` is a file that cannot be executed by that name" if here else "it is not on PATH",
+        hint=f"heliostat run {quote([name])}"
+        if here and name.endswith(".py")
+        else "heliostat run -- COMMAND",
+        exit_code=127,
+    )
 
 
 def check_script(name: str) -> None:

@@ -14,7 +14,7 @@ from heliostat.units import count
 
 @click.command()
 @click.argument("cluster", type=CLUSTER)
-@click.argument("workers", metavar="N", type=click.IntRange(0, 100_000))
+@click.argument("workers", metavar="N", type=click.IntRange(0, 9_999))
 @click.option("--group", metavar="NAME", help="so many of this group, where the cluster has groups")
 @click.option("--dry-run", is_flag=True, help="say what would change, change nothing")
 @common

@@ -10,7 +10,7 @@ import click
 from heliostat.cli.options import CLUSTER, common, pairs
 from heliostat.cli.output import Output
 from heliostat.errors import Interrupted, UsageError
-from heliostat.jobs import Jobs
+from heliostat.jobs import Jobs, check_job_id
 from heliostat.lifecycle import Lifecycle
 from heliostat.script import quote
 
@@ -19,8 +19,11 @@ from heliostat.script import quote
 @click.argument("cluster", type=CLUSTER)
 @click.option("--wait", is_flag=True, help="follow the job and return its exit code")
 @click.option(
-    "--working-dir", type=click.Path(path_type=Path), help="folder that is uploaded and becomes the job's own"
+    "--working-dir",
+    type=click.Path(path_type=Path),
+    help="directory to upload as the job's working directory [the current one, in place where the head sees it]",
 )
+@click.option("--no-working-dir", is_flag=True, help="start the job in the root directory; upload nothing")
 @click.option("--env", "variables", multiple=True, metavar="K=V", help="environment variable of the job")
 @click.option(
     "--runtime-env",
@@ -28,7 +31,7 @@ from heliostat.script import quote
     metavar="FILE",
     help="Ray runtime environment (YAML or JSON)",
 )
-@click.option("--job-id", help="the job's id [made up]")
+@click.option("--job-id", help="the job's id [generated]")
 @click.option("--dry-run", is_flag=True, help="print what would be submitted")
 @common
 @click.argument("words", metavar="-- COMMAND…", nargs=-1, type=click.UNPROCESSED)
@@ -39,6 +42,7 @@ def command(
     cluster: str,
     wait: bool,
     working_dir: Path | None,
+    no_working_dir: bool,
     variables: tuple[str, ...],
     runtime_env: Path | None,
     job_id: str | None,
@@ -54,29 +58,48 @@ def command(
     runtime = read_runtime_env(runtime_env) if runtime_env else {}
     if working_dir is not None and not working_dir.is_dir():
         raise UsageError(f"`{working_dir}` is not a folder", hint="--working-dir .")
+    if working_dir is not None and no_working_dir:
+        raise UsageError("`--working-dir` and `--no-working-dir` exclude each other", hint="keep one of them")
+    if job_id is not None:
+        check_job_id(job_id)
     life = Lifecycle(emit=out.emit)
     if dry_run:
-        life.find(cluster)
-        if out.json:
-            out.document(
-                {"cluster": cluster, "entrypoint": quote(list(words)), "env": env, "runtime_env": runtime}
-            )
-        else:
-            out.data(
-                f"# submits to `{cluster}`"
-                + (f", with `{working_dir}` uploaded" if working_dir else "")
-                + ":"
-            )
-            out.data(quote(list(words)))
+        given = working_dir or runtime.get("working_dir")
+        copied = given is not None or not Jobs(life).in_place(life.find(cluster))
+        folder = None if no_working_dir and given is None else str(given or Path.cwd())
+        show(out, cluster, words, {"env": env, "runtime_env": runtime}, folder, copied)
         return None
     job = Jobs(life).submit(
-        cluster, words, working_dir=working_dir, env=env, runtime_env=runtime, job_id=job_id
+        cluster,
+        words,
+        working_dir=working_dir,
+        env=env,
+        runtime_env=runtime,
+        job_id=job_id,
+        here=not no_working_dir,
     )
     if wait:
         return follow(out, life, cluster, job)
     out.document({"cluster": cluster, "job": job}) if out.json else out.data(job)
     out.say(f"heliostat logs {cluster} {job} -f") if not out.json else None
     return None
+
+
+def show(
+    out: Output,
+    cluster: str,
+    words: tuple[str, ...],
+    environment: dict[str, Any],
+    folder: str | None,
+    copied: bool,
+) -> None:
+    """The dry run. folder: the job's working directory; copied: it is uploaded."""
+    line = quote(list(words))
+    if out.json:
+        where = {"working_dir": folder, "uploaded": copied and folder is not None}
+        return out.document({"cluster": cluster, "entrypoint": line, **environment, **where})
+    how = f", with `{folder}` uploaded" if copied else f", in `{folder}`"
+    out.data(f"# submits to `{cluster}`{how if folder else ''}:\n{line}")
 
 
 def follow(out: Output, life: Lifecycle, cluster: str, job: str) -> int:
