@@ -12,7 +12,7 @@ import sys
 import time
 from typing import Any, Callable, Dict, List, Optional
 
-from . import files, hub, others, ports, probe, processes, runtime, tls
+from . import files, hub, others, ports, probe, processes, runtime, step, tls
 from .command import Command
 from .raynode import IN_USE, SLOW, PortTaken, RayNode, join
 from .runtime import Refused
@@ -130,6 +130,15 @@ class Node:
         if limit and margin is not None and self.config.get("place") == 0:
             left = limit - (time.monotonic() - self.began) - self.grace_s - margin
             asyncio.get_running_loop().call_later(max(0.0, left), self.time_is_up)
+
+    async def watch_step(self) -> None:
+        """Ends this node when Slurm has lost the step that it runs in."""
+        daemon = self.config.get("slurmstepd")
+        while daemon is not None and not step.is_gone(self.keeper, daemon):
+            await asyncio.sleep(step.CHECK_S)
+        if daemon is not None:
+            self.orphan = True
+            self.stop("its Slurm step is gone: slurmstepd was killed")
 
     async def execute(self, request: Json) -> None:
         """A person's command here: its output lies beside the request, its code comes last."""
@@ -343,6 +352,7 @@ class Node:
         end, reason = "GONE", ""
         self.last_words()
         self.keep_time()
+        self.background.append(asyncio.ensure_future(self.watch_step()))
         try:
             self.ip = probe.address(
                 self.config["address"].get("interface"), self.config["address"]["default"]
@@ -511,7 +521,7 @@ class Worker(Node):
             # a node that was suspended was deaf itself: that time counts for little
             quiet = quiet + min(2.0, now - last) if self.link.heard == heard else 0.0
             heard, last = self.link.heard, now
-            first = self.state == "STARTING" and self.link.writer is None  # the head may wait in a queue
+            first = self.state == "STARTING" and not self.link.met  # the head may wait in a queue
             if quiet > (float(self.config.get("head_timeout_s", 600)) if first else patience):
                 self.at_once.set()
                 self.orphan = True
