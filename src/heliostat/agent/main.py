@@ -14,6 +14,7 @@ import traceback
 from typing import Any, Callable, Dict, List
 
 from . import files, ownership, processes, step, tempdirs
+from .files import sentence
 
 Json = Dict[str, Any]
 
@@ -217,16 +218,6 @@ VERBS: Dict[str, Callable[[Json], Json]] = {
     "watch": do_watch,
     "sweep": do_sweep,
 }
-
-
-def sentence(error: BaseException) -> str:
-    """The error as a cause that a person can read."""
-    if isinstance(error, OSError):
-        why = error.strerror or str(error) or type(error).__name__
-        return "cannot use %s: %s" % (error.filename, why) if error.filename else why
-    if type(error) is ValueError:
-        return str(error)
-    return "the agent failed with %s (%s); its log has the traceback" % (type(error).__name__, error)
 
 
 def _say(answer: Json) -> None:

@@ -10,10 +10,12 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from typing import Any, Callable, Dict, List, Optional
 
 from . import files, hub, others, ports, probe, processes, runtime, step, tls
 from .command import Command
+from .files import sentence
 from .raynode import IN_USE, SLOW, PortTaken, RayNode, join
 from .runtime import Refused
 
@@ -314,7 +316,15 @@ class Node:
 
     def start_step(self) -> None:
         if self.config.get("others"):
-            self.step = asyncio.ensure_future(others.start(self))
+            self.step = asyncio.ensure_future(self._run_step())
+
+    async def _run_step(self) -> None:
+        """The other nodes wait for agents that never come when this fails: its cause is theirs."""
+        try:
+            await others.start(self)
+        except Exception as error:
+            traceback.print_exc()
+            self.others_failed("its agent could not be started: %s" % sentence(error), self.others)
 
     def others_failed(self, reason: str, names: List[str]) -> None:
         """Nobody can be told by a worker; the head overrides this."""
