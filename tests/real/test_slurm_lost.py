@@ -5,6 +5,7 @@ Ray is a stand-in that is ready at once (`faults.FAKE_RAY`)."""
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -89,6 +90,20 @@ def test_keeper_and_slurmstepd_are_killed(lab: Lab, words: list[str]) -> None:
     nothing_on_hosts(lab)
     wait_for("the end of the job", lambda: not lab.queue())
     lab.heliostat("down", "lab")
+
+
+def test_a_worker_without_a_head_ends_without_the_shared_directory(lab: Lab, words: list[str]) -> None:
+    """A cut network may take NFS with it: a write there waits for ever, here as one to a FIFO that nobody reads."""
+    up(lab, words, "--nodes", "2")
+    (agent,) = find(lab, "agent", "n2")
+    stuck = lab.home / f".heliostat/clusters/lab/nodes/w1.json.{agent}.tmp"
+    os.mkfifo(stuck)
+    shutil.chown(stuck, USER)
+    lab.cut("n2")
+    wait_for("n2 is free", lambda: not lab.left_on("n2"))
+    stuck.unlink(missing_ok=True)
+    lab.heal("n2")
+    ok(lab.heliostat("down", "lab"))
 
 
 def test_down_says_which_hosts_it_could_not_reach(lab: Lab, words: list[str]) -> None:
