@@ -27,10 +27,14 @@ from heliostat.telling import handle_of
 from heliostat.units import count, format_bytes
 
 if TYPE_CHECKING:
+    from heliostat.backends.base import Backend
     from heliostat.mirror import Mirror
 
 N = NodeState
 KEEP_S = 180.0
+CAME_BACK_S = (
+    86400.0  # so long `down` of an ended cluster asks the scheduler again; ids are used anew one day
+)
 
 
 class Ending(Looking):
@@ -62,6 +66,7 @@ class Ending(Looking):
         """Ends the cluster and verifies that nothing is left of it. Ended already: says so."""
         folder = self.store.find(name) or self._open_or_past(name)
         if folder.path.parent == self.store.ended:
+            self._end_jobs_that_came_back(folder.record())
             return View(folder, folder.record(), folder.state())
         return self._end(folder, "taken down", now=now)
 
@@ -155,6 +160,7 @@ class Ending(Looking):
                 because=f"still there: {', '.join(left)}",
                 hint=f"heliostat down {view.record.name} --now",
             )
+        self._report_unreached(folder, view.record)
         try:
             ended = self._archive(view)
             if given_up:
@@ -299,12 +305,45 @@ class Ending(Looking):
         """A node whose every process was killed leaves its private directory, with a copy of the token. Where hosts have files of
         their own, `bring_home` removes it; a scheduler's host cannot be reached after the job."""
         backend = backends.load(record.site)
-        if not backend.starts_ray or not backend.shares_files or backend.takes_options:
+        if not backend.starts_ray or not backend.shares_files or _is_batch(backend):
             return
         killed = {name for name in record.nodes if folder.last_words(name).get("state") not in TERMINAL}
         handles = [Handle.from_json(h) for h in record.handles if killed & set(h["nodes"])]
         with contextlib.suppress(HeliostatError):  # the next agent here removes it
             backend.cancel(handles, self.host_of(record), now=True)
+
+    def _report_unreached(self, folder: ClusterFolder, record: Record) -> None:
+        """Says on which hosts of a batch job a node ended without a report: its private directory may still be there. No scheduler gives us
+        a host after the job; the next agent of this user there removes the directory."""
+        if not _is_batch(backends.load(record.site)):
+            return
+        for name in record.nodes:
+            last = folder.last_words(name)
+            if last.get("temp") and last.get("state") not in TERMINAL:
+                self.emit(
+                    Event(
+                        "note",
+                        f"`{name}` did not report its end: {last.get('host')} could not be reached, and {last['temp']} may still be"
+                        " there; it is removed when its agent ends, or when your next node starts on that host",
+                    )
+                )
+
+    def _end_jobs_that_came_back(self, record: Record) -> None:
+        """A controller that was killed just after `down` may have forgotten that the job ended."""
+        backend = backends.load(record.site)
+        if not _is_batch(backend) or not record.ended or time.time() - record.ended > CAME_BACK_S:
+            return
+        host, handles = self.host_of(record), [Handle.from_json(h) for h in record.handles]
+        seen = backend.observe(handles, host) if handles else {}
+        back = [h for h in handles if seen[h.native_id].state not in (*TERMINAL, N.UNKNOWN)]
+        if back:
+            self.emit(
+                Event(
+                    "note",
+                    f"the scheduler still has {', '.join(h.native_id for h in back)} of `{record.name}`: ending it",
+                )
+            )
+            backend.cancel(back, host, now=True)
 
     def _bring_home(self, folder: ClusterFolder, record: Record) -> None:
         """What lies elsewhere of a cluster that has ended: its logs come here, and what we wrote there goes."""
@@ -321,6 +360,11 @@ class Ending(Looking):
         self._at_home.add(record.id)
         for note in notes:
             self.emit(Event("note", note))
+
+
+def _is_batch(backend: Backend) -> bool:
+    """Whether its nodes come by jobs of a scheduler, whose hosts cannot be reached after the job."""
+    return backend.starts_ray and backend.shares_files and backend.takes_options
 
 
 def _finish(mirror: Mirror) -> list[str]:

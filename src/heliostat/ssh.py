@@ -10,6 +10,8 @@ import base64
 import contextlib
 import functools
 import os
+import random
+import re
 import secrets
 import socket
 import stat
@@ -17,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +32,15 @@ from heliostat.transport import Completed, Local
 
 CONNECT_S = 10
 ALIVE_S = 5  # three times without an answer, and the connection is given up
+OPENING = 8  # connections to one sshd that are not logged in yet; its MaxStartups drops some from the 10th on
+OPENING_S = 3.0  # after that a connection counts as open, whatever its command does
+TRIES = 6  # of a connection that sshd closes before it says who it is
+BUSY = re.compile(r"(kex|ssh)_exchange_identification|not allowed at this time", re.IGNORECASE)
+# behind a jump host, what happened there is followed by the same words
+NOT_BUSY = re.compile(
+    r"permission denied|forwarding failed|open failed|verification failed|could not resolve|timed out|refused|no route",
+    re.IGNORECASE,
+)
 LONGEST = 104 - 60  # a socket's path, less the name that ssh gives it
 UNIX = sys.platform != "win32"
 HINTS = {
@@ -54,6 +66,7 @@ class Ssh:
 
     def __init__(self, target: str, options: Sequence[str] = ()) -> None:
         self.target, self.options = target, list(options)
+        self._sshd = target  # what this machine connects to: the first jump host, or the target
         self._forwards: dict[tuple[str, int], tuple[str, int]] = {}
 
     @functools.cached_property
@@ -73,6 +86,7 @@ class Ssh:
         if shown.code != 0:
             raise self._lost(shown)
         said = dict(line.partition(" ")[::2] for line in shown.out.splitlines())
+        self._sshd = _first_hop(said, self.target)
         if said.get("controlpath", "none") != "none" or not UNIX:  # Windows' ssh cannot share
             return base
         sockets = _sockets()
@@ -90,8 +104,14 @@ class Ssh:
 
     def run(self, argv: Sequence[str], *, input: bytes = b"", timeout: float) -> Completed:
         mark = f"heliostat-{secrets.token_hex(8)}"
-        done = Local().run(self._words(argv, mark), input=input, timeout=timeout + CONNECT_S)
-        before, found, out = done.out.partition(f"{mark}\n")
+        words = self._words(argv, mark)
+        for attempt in range(1, TRIES + 1):
+            with _opening(self._sshd, OPENING) if attempt == 1 else _opening(f"{self._sshd} again", 1):
+                done = Local().run(words, input=input, timeout=timeout + CONNECT_S)
+            before, found, out = done.out.partition(f"{mark}\n")
+            if found or attempt == TRIES or not BUSY.search(done.err) or NOT_BUSY.search(done.err):
+                break
+            time.sleep(random.uniform(0.5, 1) * min(attempt, 2))  # nothing has run there: sshd was too busy
         if not found:  # ssh did not get there, or the login shell did not get to our words
             raise self._lost(replace(done, err=done.err if done.err.strip() else before))
         return Completed(tuple(argv), done.code, out, done.err)
@@ -223,6 +243,37 @@ class Here(Ssh):
 
 
 _known: dict[tuple[str, ...], Ssh] = {}
+_slots: dict[str, threading.Semaphore] = {}
+
+
+def _first_hop(configuration: dict[str, str], target: str) -> str:
+    """The sshd that a connection begins at, of what `ssh -G` prints."""
+    for key in ("proxyjump", "proxycommand"):
+        value = configuration.get(key, "none")
+        if value != "none":
+            return value.partition(",")[0] if key == "proxyjump" else value
+    return configuration.get("hostname", target)
+
+
+@contextlib.contextmanager
+def _opening(sshd: str, limit: int) -> Iterator[None]:
+    """Waits while so many connections to this sshd are being opened: it would drop some of them."""
+    slot = _slots.setdefault(sshd, threading.Semaphore(limit))
+    slot.acquire()
+    once = threading.Lock()
+
+    def release() -> None:
+        if once.acquire(blocking=False):
+            slot.release()
+
+    opened = threading.Timer(OPENING_S, release)
+    opened.daemon = True
+    opened.start()
+    try:
+        yield
+    finally:
+        opened.cancel()
+        release()
 
 
 def _pump(client: socket.socket, stdin: IO[bytes], stdout: IO[bytes]) -> None:

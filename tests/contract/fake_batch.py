@@ -188,8 +188,10 @@ def qselect():
 
 
 def qdel():
-    jobs = load()
-    for number in sys.argv[1:]:
+    jobs, numbers = load(), [word for word in sys.argv[1:] if word not in ("-W", "force")]
+    for number in numbers:
+        if number not in jobs:
+            fail(f"qdel: Unknown Job Id {number}.fake", 153)
         if not (WORLD / "refuse-cancel").exists() and jobs.get(number, {}).get("state") == "RUNNING":
             cancel(jobs[number])
 

@@ -494,7 +494,8 @@ def test_what_pbs_says(lab: PbsLab) -> None:
     assert lab.run("qstat", "--version").out.startswith("pbs_version = ")
     assert said("qstat", "-f", "-F", "json", "99999") == (153, "qstat: Unknown Job Id 99999.ctl")
     assert "Jobs" not in json.loads(lab.run("qstat", "-f", "-F", "json", "99999").out)
-    assert said("qdel", "99999") == (153, "qdel: Unknown Job Id 99999")
+    code, text = said("qdel", "99999")  # older releases name no server
+    assert code == 153 and text in ("qdel: Unknown Job Id 99999.ctl", "qdel: Unknown Job Id 99999")
     lab.put("q.sh", "#PBS -k oed\nexec sleep 600\n")
     for words, answer in {
         ("-q", "nosuch"): (170, "qsub: Unknown queue"),

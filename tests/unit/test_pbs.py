@@ -235,6 +235,19 @@ def test_one_that_waits_is_deleted_and_one_that_runs_is_asked(monkeypatch: pytes
     ]
 
 
+@pytest.mark.parametrize("name", ["8.ctl", "8"])  # older releases name no server
+def test_one_that_is_gone_before_it_is_deleted(name: str) -> None:
+    class Vanishing(Pbs):
+        def run(self, argv: Sequence[str], *, input: bytes = b"", timeout: float) -> Any:
+            if any("qdel" in words[0] for words in self.asked):
+                self.answers["ask"] = answers((153, "8.ctl", NOBODY))
+            return super().run(argv, input=input, timeout=timeout)
+
+    says = Vanishing(ask=answers((0, "8.ctl", job("H"))), qdel=(153, "", f"qdel: Unknown Job Id {name}"))
+    BACKEND.cancel(handles("8.ctl"), says)
+    assert [words[-1] for words in says.asked if "qdel" in words[0]] == ["8.ctl"]
+
+
 def test_one_that_did_not_listen_yet_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_batch, "AGAIN_S", 0.0)
 

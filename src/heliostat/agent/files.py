@@ -15,8 +15,9 @@ def write(path: str, text: str) -> None:
     """The file appears whole or not at all; only its owner may read it."""
     temporary = "%s.%d.tmp" % (path, os.getpid())
     try:
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as stream:
-            stream.write(text)
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with open(descriptor, "w", encoding="utf-8", errors="surrogateescape") as stream:
+            stream.write(text)  # what came as bytes from the environment is written as these bytes
         os.replace(temporary, path)
     except OSError:
         try:
@@ -58,3 +59,13 @@ def tail(path: str, limit: int = 4096) -> str:
             return stream.read().decode("utf-8", "replace")
     except OSError:
         return ""
+
+
+def sentence(error: BaseException) -> str:
+    """The error as a cause that a person can read."""
+    if isinstance(error, OSError):
+        why = error.strerror or str(error) or type(error).__name__
+        return "cannot use %s: %s" % (error.filename, why) if error.filename else why
+    if type(error) is ValueError:
+        return str(error)
+    return "the agent failed with %s (%s); its log has the traceback" % (type(error).__name__, error)

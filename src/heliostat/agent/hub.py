@@ -256,6 +256,7 @@ class Link:
         self.secret, self.node, self.silent_s = secret, node, silent_s
         self.find, self.status, self.on_message = find, status, on_message
         self.writer: Optional[asyncio.StreamWriter] = None
+        self.met = False  # whether there has been a connection to this head
         self.error = ""  # why there is no connection
         self.heard = asyncio.get_running_loop().time()  # when the head was last there
 
@@ -289,7 +290,7 @@ class Link:
             theirs = str((await receive(reader, 10)).get("proof"))
             if not same(theirs, proof(self.secret, "head", mine, self.node)):
                 raise ConnectionError("another cluster answers there")
-            self.writer = writer
+            self.writer, self.met = writer, True
             beats = asyncio.ensure_future(self._beat())
             while True:
                 self.heard = asyncio.get_running_loop().time()

@@ -13,7 +13,8 @@ import time
 import traceback
 from typing import Any, Callable, Dict, List
 
-from . import files, ownership, processes, tempdirs
+from . import files, ownership, processes, step, tempdirs
+from .files import sentence
 
 Json = Dict[str, Any]
 
@@ -45,12 +46,13 @@ def do_node(config: Json) -> Json:
     except OSError as error:
         return _mourn(config, sentence(error))
     keeper = os.getpid()
+    daemon = step.find_daemon(keeper)
     processes.adopt_orphans()
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(reader)
-        _be_the_agent(config, temp, keeper, writer)
+        _be_the_agent({**config, "slurmstepd": daemon}, temp, keeper, writer)
     os.close(writer)
     for number in processes.SIGNALS:
         signal.signal(number, lambda number, _: processes.send([child], number))
@@ -60,6 +62,8 @@ def do_node(config: Json) -> Json:
         said = stream.read()
     left = processes.end_all([keeper], config["mark"])
     tempdirs.remove(temp)
+    if config.get("place") == 0 and step.is_gone(keeper, daemon):
+        step.release_job()
     if "standalone" in config and config["role"] == "head":  # no client will
         shutil.rmtree(os.path.join(os.path.dirname(config["token_path"]), files.TLS), ignore_errors=True)
     if said:
@@ -124,6 +128,8 @@ def _be_the_agent(config: Json, temp: str, keeper: int, writer: int) -> None:
     if os.getppid() != keeper:  # it was killed, so its work is ours
         processes.end_all([os.getpid()], config["mark"])
         tempdirs.remove(temp)
+        if config.get("place") == 0 and config["slurmstepd"]:  # the batch script has ended with its keeper
+            step.release_job()
         os._exit(1)
     os.write(writer, json.dumps(answer).encode())
     os._exit(0)
@@ -212,16 +218,6 @@ VERBS: Dict[str, Callable[[Json], Json]] = {
     "watch": do_watch,
     "sweep": do_sweep,
 }
-
-
-def sentence(error: BaseException) -> str:
-    """The error as a cause that a person can read."""
-    if isinstance(error, OSError):
-        why = error.strerror or str(error) or type(error).__name__
-        return "cannot use %s: %s" % (error.filename, why) if error.filename else why
-    if type(error) is ValueError:
-        return str(error)
-    return "the agent failed with %s (%s); its log has the traceback" % (type(error).__name__, error)
 
 
 def _say(answer: Json) -> None:

@@ -5,24 +5,25 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-import re
 import signal
 import socket
 import sys
+import threading
 import time
+import traceback
 from typing import Any, Callable, Dict, List, Optional
 
-from . import files, hub, others, ports, probe, processes, runtime, tls
+from . import files, hub, others, ports, probe, processes, runtime, sizes, step, tempdirs, tls
 from .command import Command
+from .files import sentence
 from .raynode import IN_USE, SLOW, PortTaken, RayNode, join
 from .runtime import Refused
 
 Json = Dict[str, Any]
 OLDEST_WITH_TOKENS = (2, 52)
 REACH_S = 20.0  # for a head that is known to be up to answer
+ORPHAN_END_S = 30.0  # for a node without a head to end in order
 START_S = 180.0  # for its Ray to start
-MEMORY = "gpu_memory_gb"
-LEAST_STORE = 80 << 20  # Ray refuses a smaller object store
 
 
 def version_tuple(version: str) -> tuple[int, ...]:
@@ -104,7 +105,12 @@ class Node:
         return os.getppid() != self.keeper
 
     def stop(self, reason: str) -> None:
-        reason = "its keeper was killed" if self.forsaken else reason
+        if self.forsaken:
+            reason = "its keeper was killed"
+            if self.config.get(
+                "slurmstepd"
+            ):  # which kills us too, in this moment: the secrets go before anything else
+                tempdirs.remove_secrets(self.temp)
         if self.stopping.is_set() and time.monotonic() - self.told_at > 1:
             self.at_once.set()  # a scheduler signals keeper and agent alike: within a second that is one word
         elif not self.stopping.is_set():
@@ -130,6 +136,15 @@ class Node:
         if limit and margin is not None and self.config.get("place") == 0:
             left = limit - (time.monotonic() - self.began) - self.grace_s - margin
             asyncio.get_running_loop().call_later(max(0.0, left), self.time_is_up)
+
+    async def watch_step(self) -> None:
+        """Ends this node when Slurm has lost the step that it runs in."""
+        daemon = self.config.get("slurmstepd")
+        while daemon is not None and not step.is_gone(self.keeper, daemon):
+            await asyncio.sleep(step.CHECK_S)
+        if daemon is not None:
+            self.orphan = True
+            self.stop("its Slurm step is gone: slurmstepd was killed")
 
     async def execute(self, request: Json) -> None:
         """A person's command here: its output lies beside the request, its code comes last."""
@@ -183,61 +198,8 @@ class Node:
                     env.setdefault(key, name)
 
     def size(self) -> None:
-        """Settles what Ray may use here: what was asked for, else our share of this node's allocation."""
-        want: Json = self.config["resources"]
-        share, of = self.config.get("share") or (0, 1)
-        if want.get("cpus") is None:
-            total = max(1, int(probe.cpus()["count"]) - int(want.get("leave_cpus") or 0))
-            want["cpus"] = max(1, total // of + (1 if share < total % of else 0))
-        if want.get("gpus") != 0:
-            self._size_gpus(want, share, of)
-        memory = probe.memory()
-        whole = int(memory["total_bytes"]) // of
-        shm = probe.shm()
-        if want.get("object_store"):
-            if want["object_store"] > shm["free_bytes"]:
-                raise Refused("an object store of %d MiB does not fit in /dev/shm, which has %d MiB free"
-                              % (want["object_store"] >> 20, shm["free_bytes"] >> 20))  # fmt: skip
-        elif (
-            of > 1
-            or memory["why"] != "machine"
-            or want.get("memory")
-            or 0.3 * whole > 0.9 * shm["free_bytes"]
-        ):
-            # Ray would size itself by the whole machine, and go to a slow disk where that does not fit
-            store = min(int(0.3 * (want.get("memory") or whole)), int(0.9 * shm["free_bytes"] / of))
-            want["object_store"] = max(LEAST_STORE, store)
-        if shm["free_bytes"] < LEAST_STORE:
-            raise Refused(
-                "/dev/shm has %d MiB free; Ray needs %d at least"
-                % (shm["free_bytes"] >> 20, LEAST_STORE >> 20)
-            )
-        if want.get("object_store") and not want.get("memory"):
-            want["memory"] = max(LEAST_STORE, int(0.95 * whole) - want["object_store"])
-
-    def _size_gpus(self, want: Json, share: int, of: int) -> None:
-        """Our share of the GPUs; several nodes on one machine must not see the same one. Their model and memory become
-        labels and a resource, so that work finds the machine it needs among unlike ones."""
-        seen = probe.gpus()
-        found, cards = int(seen["gpu_count"]), seen["gpus"]
-        if of > 1 and want.get("gpus") is None:
-            visible = [word for word in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if word]
-            part = slice(share * found // of, (share + 1) * found // of)
-            mine, cards = (visible or [str(i) for i in range(found)])[part], cards[part]
-            if found:
-                os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
-            found = len(mine)
-        if want.get("gpus") is None:
-            want["gpus"] = found
-        cards = [card for card in cards if card["memory_total"]][: want["gpus"]]
-        self.info["gpus"] = [{"name": card["name"], "memory": card["memory_total"]} for card in cards]
-        if cards:
-            models = {re.sub(r"[^A-Za-z0-9]+", "-", card["name"]).strip("-")[:63] for card in cards}
-            labels = {"gpu": models.pop()} if len(models) == 1 else {}
-            labels["gpu-memory-gb"] = str(min(card["memory_total"] for card in cards) >> 30)
-            want["labels"] = {**labels, **(want.get("labels") or {})}
-            total = sum(card["memory_total"] for card in cards) >> 30
-            want["custom"] = {MEMORY: total, **(want.get("custom") or {})}
+        """Settles what Ray may use here."""
+        sizes.settle(self.config, self.info)
 
     async def meet_head(self) -> Optional[Json]:
         """The head to join, once there is something to join; None: we are the head."""
@@ -305,7 +267,15 @@ class Node:
 
     def start_step(self) -> None:
         if self.config.get("others"):
-            self.step = asyncio.ensure_future(others.start(self))
+            self.step = asyncio.ensure_future(self._run_step())
+
+    async def _run_step(self) -> None:
+        """The other nodes wait for agents that never come when this fails: its cause is theirs."""
+        try:
+            await others.start(self)
+        except Exception as error:
+            traceback.print_exc()
+            self.others_failed("its agent could not be started: %s" % sentence(error), self.others)
 
     def others_failed(self, reason: str, names: List[str]) -> None:
         """Nobody can be told by a worker; the head overrides this."""
@@ -343,6 +313,7 @@ class Node:
         end, reason = "GONE", ""
         self.last_words()
         self.keep_time()
+        self.background.append(asyncio.ensure_future(self.watch_step()))
         try:
             self.ip = probe.address(
                 self.config["address"].get("interface"), self.config["address"]["default"]
@@ -511,12 +482,25 @@ class Worker(Node):
             # a node that was suspended was deaf itself: that time counts for little
             quiet = quiet + min(2.0, now - last) if self.link.heard == heard else 0.0
             heard, last = self.link.heard, now
-            first = self.state == "STARTING" and self.link.writer is None  # the head may wait in a queue
+            first = self.state == "STARTING" and not self.link.met  # the head may wait in a queue
             if quiet > (float(self.config.get("head_timeout_s", 600)) if first else patience):
                 self.at_once.set()
                 self.orphan = True
+                self.end_without_files()
                 self.stop("the head has not been heard of for %d s" % quiet)
                 return
+
+    def end_without_files(self) -> None:
+        """A network that is gone may take the shared directory with it, and whoever writes there then waits for ever. In
+        that case our processes and our private directory go all the same, after ORPHAN_END_S."""
+
+        def end() -> None:
+            processes.end_all([os.getpid()], self.config["mark"], but=[self.keeper])
+            os._exit(1)  # the keeper does the rest
+
+        late = threading.Timer(float(self.config.get("orphan_end_s", ORPHAN_END_S)), end)
+        late.daemon = True
+        late.start()
 
     async def live(self) -> None:
         assert self.ray

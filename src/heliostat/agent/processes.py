@@ -59,6 +59,12 @@ def alive(pid: int, start: Optional[str]) -> bool:
         return True
 
 
+def parent(pid: int) -> Optional[int]:
+    """None: there is no such process."""
+    entry = _stat(pid) if sys.platform == "linux" else _table().get(pid)
+    return entry[0] if entry else None
+
+
 def children(pid: int) -> List[int]:
     return [child for child, (parent, _, _) in _table().items() if parent == pid]
 

@@ -19,6 +19,7 @@ LONGEST = 40  # Ray's sockets lie below it, and AF_UNIX paths end at 107 bytes
 PREFIX = "hs-"
 DRAFT = ".hs-"  # then a process id: a directory that this process is making or removing
 LOCK, OWNER = "lock", "owner.json"
+SECRETS = ("token", "tls/member.key")
 _OPEN = (
     os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 )  # a link is not followed, a FIFO not waited for
@@ -135,6 +136,15 @@ def remove(path: str) -> None:
     safe = ownership.find_unsafe(os.path.dirname(path) or ".", shared=True) is None
     if safe and os.path.basename(path).startswith(PREFIX) and _is_ours(path):
         _remove(path)
+
+
+def remove_secrets(path: str) -> None:
+    """Removes the token and the keys of a private directory, as fast as that can be done. The rest is removed later."""
+    for name in SECRETS:
+        try:
+            os.unlink(os.path.join(path, name))
+        except OSError:
+            pass
 
 
 def _candidates(parent: str) -> List[str]:

@@ -163,6 +163,11 @@ class Batch:
         """how: `ask` (its agent ends all in order), `kill` (the scheduler ends it), `force` (it forgets the job)."""
         raise NotImplementedError
 
+    def _controller_start(self, handles: Sequence[Handle], host: Transport) -> str | None:
+        """When the controller of these jobs started, in its own format; None: it does not answer. A scheduler that writes the end of a job
+        to disk before it reports it has no need to tell."""
+        return ""
+
     def plan(self, order: Order) -> Plan:
         """One job for the head and the plain workers, one for each group of workers: a group has its own queue, its own
         place in it, and is not waited for by the rest."""
@@ -197,17 +202,20 @@ class Batch:
         """Tells the first node's agent, which ends all in order; what is still there after that is ended hard."""
         seen = self.observe(handles, host) if handles else {}
         states = [(h, seen[h.native_id].state) for h in _once(handles)]
+        if all(state is N.GONE for _, state in states):
+            return
         waiting = [h for h, state in states if state in (N.QUEUED, N.FAILED)]
         running = [h for h, state in states if state in (N.ALLOCATED, N.UNKNOWN)]
         grace = max([float(h.detail.get("grace_s") or 0) for h in handles], default=0.0)
         ways = [("ask", END_S + grace)] if running and not now else []
         ways += [("kill", CANCEL_S), *([("force", CANCEL_S)] if self.insists else [])]
+        started = self._controller_start(handles, host)
         if waiting:
             self._end(waiting, host, "kill")
         for how, seconds in ways:
             if running:
                 self._end(running, host, how)
-            if self._gone(handles, host, seconds, how if self.insists and running else ""):
+            if self._gone(handles, host, seconds, how if self.insists and running else "", started):
                 return
         left = [h.native_id for h in self._living(handles, host)]
         raise HeliostatError(
@@ -220,19 +228,31 @@ class Batch:
         seen = self.observe(handles, host) if handles else {}
         return [h for h in _once(handles) if seen[h.native_id].state is not N.GONE]
 
-    def _gone(self, handles: Sequence[Handle], host: Transport, seconds: float, again: str) -> bool:
-        """again: how those that run are told once more now and then."""
+    def _gone(
+        self, handles: Sequence[Handle], host: Transport, seconds: float, again: str, started: str | None
+    ) -> bool:
+        """again: how those that run are told once more now and then; started: when the controller did, before we told it
+        anything. One that was killed may have forgotten the end of a job, and what it was told: it is asked again."""
         now = time.monotonic()
         deadline, told, pause = now + seconds, now, 0.2
-        while left := self._living(handles, host):
+        while True:
+            left = self._living(handles, host)
+            current = self._controller_start(handles, host) if not left else started
+            if not left and current is not None and current == started:
+                return True
             if time.monotonic() > deadline:
                 return False
+            if not left and current is not None:
+                started = current
+                left = self._living(handles, host)
+                if left:
+                    self._end(left, host, "kill")
+                    told = time.monotonic()
             if again == "ask" and time.monotonic() - told > AGAIN_S:
                 told = time.monotonic()
                 self._end(left, host, again)
             time.sleep(pause)
             pause = min(2.0, pause * 1.3)
-        return True
 
     def bring_home(self, handles: Sequence[Handle], folder: Path) -> list[str]:
         return []  # it is here already

@@ -278,6 +278,15 @@ class Slurm(_batch.Batch):
         argv = ["scancel", *_where(_of(handles)), *words, *(h.native_id for h in handles)]
         _batch.retry(lambda: _batch.ask(host, argv), PASSING)
 
+    def _controller_start(self, handles: Sequence[Handle], host: Transport) -> str | None:
+        try:
+            done = host.run(["scontrol", *_where(_of(handles)), "show", "config"], timeout=OBSERVE_S)
+        except HeliostatError:
+            return None
+        if done.code and PASSING.search(done.err + done.out):
+            return None
+        return ",".join(re.findall(r"^BOOT_TIME\s*=\s*(\S+)", done.out, re.MULTILINE))
+
     def execute(self, node: str, handle: Handle, argv: Sequence[str], host: Transport) -> Completed:
         """A step of the node's own job, on its machine."""
         place = str(handle.nodes.index(node))
