@@ -26,13 +26,20 @@ N = NodeState
 LEAVE_S = 120.0  # draining takes 20 s at most, a slow scheduler a little longer
 
 
-def scale(life: Lifecycle, name: str, workers: int, group: str | None = None) -> View:
+def scale(
+    life: Lifecycle,
+    name: str,
+    workers: int,
+    group: str | None = None,
+    *,
+    wait_timeout_s: float | None = None,
+) -> View:
     """So many worker nodes, now. New ones come; of the old ones the last go, after their work is drained."""
     view = life.find(name)
     life.must_be_up(view)
     folder, spec = view.folder, planning.spec_of(view.record)
     if life.platform(view.record):
-        return _resize(life, view, spec, workers, group)
+        return _resize(life, view, spec, workers, group, wait_timeout_s)
     if spec.kinds or group:
         raise UsageError(
             f"`{name}` has groups of nodes", because="say which group in the file, and `up` again"
@@ -64,10 +71,17 @@ def scale(life: Lifecycle, name: str, workers: int, group: str | None = None) ->
         life.emit(Event("note", f"draining {count(len(leaving), 'node')}"))
         _let_go(life, folder, record, [node.name for node in leaving])
     life.launch_missing(folder)
-    return life.settle(folder)
+    return life.settle(folder, wait_timeout_s)
 
 
-def _resize(life: Lifecycle, view: View, spec: ClusterSpec, workers: int, group: str | None) -> View:
+def _resize(
+    life: Lifecycle,
+    view: View,
+    spec: ClusterSpec,
+    workers: int,
+    group: str | None,
+    wait_timeout_s: float | None,
+) -> View:
     """The platform is told, and chooses which nodes go."""
     folder, record = view.folder, view.record
     platform, handle = life.platform(record), handle_of(record)
@@ -107,7 +121,7 @@ def _resize(life: Lifecycle, view: View, spec: ClusterSpec, workers: int, group:
         folder.append({"at": time.time(), "kind": "note", "text": f"scaled to {workers} workers"})
         folder.save(record)
     life.forget_answers(folder)
-    view = life.settle(folder)
+    view = life.settle(folder, wait_timeout_s)
     deadline = time.monotonic() + LEAVE_S
     while any(node.guest for node in view.record.nodes.values()) and time.monotonic() < deadline:
         time.sleep(POLL_S)
@@ -146,7 +160,7 @@ def _let_go(life: Lifecycle, folder: ClusterFolder, record: Record, names: Seque
         folder.save(record)
 
 
-def restart_node(life: Lifecycle, name: str, node: str) -> View:
+def restart_node(life: Lifecycle, name: str, node: str, wait_timeout_s: float | None = None) -> View:
     """One worker ends, after its work is drained as far as it can be, and is started anew."""
     view = life.find(name)
     life.must_be_up(view)
@@ -168,14 +182,14 @@ def restart_node(life: Lifecycle, name: str, node: str) -> View:
         told = (view.live.get("nodes") or {}).get(node) or {}
         platform.renew(handle, node, told, life.host_of(record))
         life.forget_answers(folder)
-        return life.settle(folder)
+        return life.settle(folder, wait_timeout_s)
     _let_go(life, folder, record, [node])
     with folder.lock():
         record = folder.record()
         record.nodes[node] = NodeRecord(node, kept.role, kept.group, since=time.time())
         folder.save(record)
     life.launch_missing(folder)
-    return life.settle(folder)
+    return life.settle(folder, wait_timeout_s)
 
 
 def add_hosts(life: Lifecycle, name: str, hosts: Sequence[str]) -> View:

@@ -9,7 +9,7 @@ import contextlib
 import json
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING, Any
 from heliostat import backends, tls
 from heliostat.backends.base import Handle, Order, Plan
 from heliostat.ending import Ending
-from heliostat.errors import DeadlineError, HeliostatError, Interrupted, NotFoundError, PartlyDone, UsageError
+from heliostat.errors import (
+    DeadlineError,
+    HeliostatError,
+    Interrupted,
+    NotFoundError,
+    PartlyDone,
+    StillStarting,
+    UsageError,
+)
 from heliostat.events import Event
 from heliostat.looking import View, alike
 from heliostat.states import TERMINAL, ClusterState, NodeState
@@ -29,8 +37,40 @@ if TYPE_CHECKING:
     from heliostat.spec import ClusterSpec
 
 POLL_S = 0.1
-UP_S = 600.0  # how long `up` waits for a machine that has started; a queue is waited for without end
+UP_S = 600.0  # how long `up` waits for a node whose allocation has started; a queue is waited for without end
 N = NodeState
+_SETTLED = (*TERMINAL, N.READY, N.LOST)
+
+
+class StartClock:
+    """Decides how long `settle` waits: UP_S from the start of an allocation, without end for one that is queued.
+
+    limit_s: a limit for the whole wait, from now on."""
+
+    def __init__(self, limit_s: float | None = None) -> None:
+        self.limit_s = limit_s
+        self._began = time.monotonic()
+        self._started: dict[str, float] = {}  # when each node was first seen to have its allocation
+
+    def overdue(self, nodes: Sequence[NodeRecord], *, news: bool = False) -> str:
+        """Why the wait is over; "": it is not. news: a platform makes progress, so every count starts again."""
+        now = time.monotonic()
+        if news:
+            self._started.clear()
+        for node in nodes:
+            if node.state is N.QUEUED:
+                self._started.pop(node.name, None)
+            else:
+                self._started.setdefault(node.name, now)
+        if self.limit_s is not None and now - self._began > self.limit_s:
+            return f"the limit of {format_duration(self.limit_s)} has passed"
+        waiting = [node for node in nodes if node.state not in _SETTLED]
+        # without a head nothing becomes ready; behind a head that is ready, one queued node is enough to go on waiting
+        decisive = [node for node in waiting if node.role == "head"] or waiting or nodes
+        if any(node.state is N.QUEUED for node in decisive):
+            return ""
+        latest = max(self._started[node.name] for node in decisive)
+        return f"after {UP_S:.0f} s" if now - latest > UP_S else ""
 
 
 class Lifecycle(Ending):
@@ -42,11 +82,13 @@ class Lifecycle(Ending):
         *,
         command: dict[str, Any] | None = None,
         wait: bool = True,
+        wait_timeout_s: float | None = None,
         last_look: Callable[[], object] = bool,
     ) -> View:
         """A cluster as the spec says, ready to use. An unfinished `up` of the same spec is taken up where it was.
 
-        last_look: as in `interrupted`; a command may run before we know that it does."""
+        wait_timeout_s: a limit for the wait, queues included. last_look: as in `interrupted`; a command may run before we
+        know that it does."""
         from heliostat import environment
 
         name = spec.cluster_name
@@ -84,7 +126,7 @@ class Lifecycle(Ending):
             break
         try:
             self.launch_missing(folder)
-            return self.settle(folder) if wait else self.look(folder)
+            return self.settle(folder, wait_timeout_s) if wait else self.look(folder)
         except KeyboardInterrupt:
             if mine:
                 self.interrupted(folder, last_look)
@@ -93,7 +135,7 @@ class Lifecycle(Ending):
                 because="it goes on starting",
                 hint=f"heliostat down {name}",
             ) from None
-        except PartlyDone:
+        except (PartlyDone, StillStarting):
             raise
         except HeliostatError:
             if mine:
@@ -325,27 +367,18 @@ class Lifecycle(Ending):
             with pack(Path.cwd(), ()) as package:
                 yield Path(command["package"]), package.data_path.read_bytes(), 0o600
 
-    def settle(self, folder: ClusterFolder) -> View:
-        """Until the cluster is what was asked for. Raises with the reason when it cannot become that any more."""
+    def settle(self, folder: ClusterFolder, wait_timeout_s: float | None = None) -> View:
+        """Until the cluster is what was asked for. Raises with the reason when it cannot become that any more.
+
+        wait_timeout_s: a limit for the wait, queues included."""
         from heliostat import planning
 
-        deadline = time.monotonic() + UP_S
-        need, last = None, ""
+        clock, need, last = StartClock(wait_timeout_s), None, ""
         while True:
-            try:
-                view = self.look(folder)
-            except NotFoundError:
-                past = self.store.last_past(folder.name)
-                if past is None:
-                    raise
-                view = View(past, past.record(), past.state())
+            view = self._look_or_past(folder)
             record = view.record
             if record.target != "up":
-                raise HeliostatError(
-                    f"`{record.name}` was taken down while it was starting",
-                    because=record.reason,
-                    hint="heliostat ls --all",
-                )
+                raise _taken_down(record)
             need = need or (planning.spec_of(record).min_nodes or len(planning.members_of(record)))
             head = next(node for node in record.nodes.values() if node.role == "head")
             telling = self.telling(folder, record)
@@ -355,36 +388,44 @@ class Lifecycle(Ending):
                 return view  # a short command may have come and gone between two looks
             if head.state in TERMINAL:
                 raise self._failed(view, head)
-            settled = (*TERMINAL, N.READY, N.LOST)
-            on_the_way = [n for n in record.nodes.values() if n.state not in settled and not n.guest]
-            own = [
-                node for node in record.nodes.values() if not node.guest
-            ]  # who came by a join counts for nothing here
+            own = [node for node in record.nodes.values() if not node.guest]  # joined nodes do not count
             if head.state is N.READY and view.address:
                 if sum(node.state is N.READY for node in own) >= need:
                     return view
-                if not on_the_way:
+                if all(node.state in _SETTLED for node in own):
                     raise self._partly(view, need)
             words = in_words(record.nodes.values())
-            if view.state is ClusterState.QUEUED or (words != last and self.platform(record)):
-                deadline = time.monotonic() + UP_S  # a platform that has news is getting on
+            overdue = clock.overdue(own, news=words != last and self.platform(record) is not None)
             last = words
-            if time.monotonic() > deadline:
-                names = ", ".join(f"{n.name} {n.state} {n.reason}".strip() for n in on_the_way)
-                raise DeadlineError(
-                    f"`{record.name}` did not become ready",
-                    because=f"after {UP_S:.0f} s: {names}",
-                    saw=str(folder.logs),
-                )
-            self.emit(
-                Event(
-                    "progress",
-                    f"{view.alive()} of {need} nodes alive; {words}",
-                    None,
-                    {"alive": view.alive(), "of": len(record.nodes)},
-                )
-            )
+            if overdue:
+                raise self._too_late(view, overdue)
+            done = {"alive": view.alive(), "of": len(record.nodes)}
+            self.emit(Event("progress", f"{view.alive()} of {need} nodes alive; {words}", None, done))
             time.sleep(POLL_S)
+
+    def _look_or_past(self, folder: ClusterFolder) -> View:
+        """The cluster as it is now, or as it was when another command archived it."""
+        try:
+            return self.look(folder)
+        except NotFoundError:
+            past = self.store.last_past(folder.name)
+            if past is None:
+                raise
+            return View(past, past.record(), past.state())
+
+    def _too_late(self, view: View, overdue: str) -> DeadlineError:
+        """A cluster whose head is ready is kept: it can be used, and its other nodes may still come."""
+        record = view.record
+        waiting = [n for n in record.nodes.values() if n.state not in _SETTLED and not n.guest]
+        groups = alike(waiting, lambda node: node.name, lambda node: (node.state, node.reason))
+        names = ", ".join(f"{names} {node.state} {node.reason}".strip() for names, node in groups)
+        because = f"{overdue}: {names}" if names else overdue
+        if record.kind == "up" and view.address and not view.headless:
+            ready = f"{view.alive()} of the {len(record.nodes)} nodes asked for"
+            hint = f"heliostat status {record.name}; the same `up` waits again, heliostat down {record.name} ends it"
+            return StillStarting(f"`{record.name}` has {ready}", because=because, hint=hint)
+        what = f"`{record.name}` did not become ready"
+        return DeadlineError(what, because=because, saw=str(self.store.past_place(record) / "logs"))
 
     def _failed(self, view: View, node: NodeRecord) -> HeliostatError:
         hint = _advice(node.reason, view.record)
@@ -414,7 +455,7 @@ class Lifecycle(Ending):
             hint="the same command again starts the missing ones",
         )
 
-    def restart(self, name: str) -> View:
+    def restart(self, name: str, wait_timeout_s: float | None = None) -> View:
         from heliostat import planning
 
         record = self.store.open(name).record()
@@ -422,7 +463,15 @@ class Lifecycle(Ending):
         if record.kind != "up":
             raise UsageError(f"`{name}` runs one command and ends with it", hint="heliostat run …")
         self.down(name)
-        return self.up(spec)
+        return self.up(spec, wait_timeout_s=wait_timeout_s)
+
+
+def _taken_down(record: Record) -> HeliostatError:
+    return HeliostatError(
+        f"`{record.name}` was taken down while it was starting",
+        because=record.reason,
+        hint="heliostat ls --all",
+    )
 
 
 def _sizeless(said: Mapping[str, Any]) -> dict[str, Any]:

@@ -304,6 +304,7 @@ def test_a_group_is_a_job_of_its_own_that_starts_after_the_heads() -> None:
     assert [step.nodes for step in plan.steps] == [("head",), ("cpu-1", "cpu-2"), ("big-1",)]
     assert [slurm.AFTER in step.argv for step in plan.steps] == [False, True, True]
     head, cpu, big = (file.text for file in plan.files)
+    assert '"queued": ["cpu-1", "cpu-2", "big-1"]' in head and '"queued"' not in cpu + big
     assert "--nodes=2" in cpu and "--cpus-per-task=4" in cpu and "--partition" not in head + cpu
     assert {"#SBATCH --partition=gpu", "#SBATCH -xn9", "#SBATCH --gpus-per-node=2"} <= set(big.splitlines())
     says = Scheduler(squeue=(0, "", ""), sbatch=(0, "41\n", ""))

@@ -110,9 +110,17 @@ def job_config(order: Order, others: Sequence[str], rank: str) -> tuple[str, str
 
 
 def _member_config(order: Order, member: Member) -> dict[str, Any]:
+    from heliostat.spec import members
+
+    head: dict[str, Any] = {}
+    if member.role == "head":
+        own = {other.name for other in order.members}
+        apart = [other.name for other in members(order.spec) if other.name not in own]
+        # groups have allocations of their own, which may be queued while the head waits for their nodes
+        head = {"role": "head", **({"queued": apart} if apart else {})}
     return {
         "node": member.name,
-        **({"role": "head"} if member.role == "head" else {}),
+        **head,
         "resources": {
             "cpus": member.cpus,
             "gpus": member.gpus,

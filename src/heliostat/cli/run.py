@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from heliostat.cli.native import SiteCommand, command_line
-from heliostat.cli.options import cluster_options, common, read_config
+from heliostat.cli.options import cluster_options, common, read_config, refuse_wait_timeout, wait_timeout
 from heliostat.cli.output import Output
 from heliostat.errors import UsageError
 from heliostat.jobs import Jobs
@@ -24,6 +24,7 @@ from heliostat.script import quote
 @click.command(cls=SiteCommand)
 @click.option("--cluster", metavar="NAME", help="use this running cluster instead of a new one")
 @click.option("--detach", is_flag=True, help="return once it is submitted; `logs -f` shows its output")
+@wait_timeout
 @cluster_options
 @common
 @click.argument("words", metavar="SCRIPT.py [ARGS…] | -- COMMAND…", nargs=-1, type=click.UNPROCESSED)
@@ -34,6 +35,7 @@ def command(
     words: tuple[str, ...],
     cluster: str | None,
     detach: bool,
+    wait_timeout: float | None,
     file: Path | None,
     dry_run: bool,
     **values: Any,
@@ -43,6 +45,10 @@ def command(
     Exits with the script's exit code."""
     argv = script_command(tuple(command_line()))
     life = Lifecycle(emit=out.emit)
+    if cluster:
+        refuse_wait_timeout(wait_timeout, "--cluster", f"the nodes of `{cluster}` are not waited for")
+    elif detach:
+        refuse_wait_timeout(wait_timeout, "--detach", "`run --detach` waits for nothing")
     if cluster:
         return run_on(out, life, cluster, argv, detach, dry_run)
     fresh = (
@@ -57,7 +63,7 @@ def command(
 
         show(out, life, config, what)
         return None
-    code = Jobs(life).run(config.spec, what, out.raw, detach=detach)
+    code = Jobs(life).run(config.spec, what, out.raw, detach=detach, wait_timeout_s=wait_timeout)
     if detach:
         name = config.spec.cluster_name
         out.say(f"`{name}` is on its way; heliostat logs {name} run -f")
