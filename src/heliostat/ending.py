@@ -103,6 +103,9 @@ class Ending(Looking):
             self._end(folder, reason)
         except (NotFoundError, PartlyDone):
             pass  # what failed first is what a person must know
+        except HeliostatError as error:
+            text = f"`{folder.name}` could not be released: {error}; heliostat down {folder.name} --now"
+            self.emit(Event("note", text))
 
     def _end(
         self, folder: ClusterFolder, reason: str, *, now: bool = False, last_look: Callable[[], object] = bool
@@ -114,11 +117,8 @@ class Ending(Looking):
             backend = backends.load(record.site)
             handles = [Handle.from_json(h) for h in record.handles]
             if any(node.handle is None for node in record.nodes.values()):
-                from heliostat import planning
-
                 known = {h.native_id for h in handles}
-                strays = backend.strays(record.id, planning.spec_of(record), self.host_of(record))
-                strays = [h for h in strays if h.native_id not in known]
+                strays = [h for h in self._find_strays(record, now) if h.native_id not in known]
                 handles += strays
                 record.handles += [handle.to_json() for handle in strays]
                 self._put_on_record(folder, strays)
@@ -165,6 +165,25 @@ class Ending(Looking):
                 saw=error.what,
                 hint=f"free some space there, then heliostat down {view.record.name}",
             ) from None
+
+    def _find_strays(self, record: Record, now: bool) -> Sequence[Handle]:
+        """What was launched and is not on record. A backend that cannot be asked keeps no record of which nothing is known to
+        have been launched, when the person says `--now`."""
+        from heliostat import planning
+
+        backend, name = backends.load(record.site), record.name
+        try:
+            return backend.strays(record.id, planning.spec_of(record), self.host_of(record))
+        except HeliostatError as error:
+            if record.handles:
+                raise
+            unchecked = f"whether `{record.site}` runs anything of `{name}`"
+            if not now:
+                hint = f"heliostat down {name} --now forgets it"
+                raise HeliostatError(f"could not check {unchecked}", because=str(error), hint=hint) from None
+            self._at_home.add(record.id)  # nothing is on record that could be fetched
+            self.emit(Event("note", f"warning: could not check {unchecked}: {error}"))
+            return []
 
     def _take_leave(self, folder: ClusterFolder, record: Record) -> None:
         """Where the platform starts Ray, its logs and its jobs go with its machines: what can be had of them comes here."""

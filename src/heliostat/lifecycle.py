@@ -94,6 +94,8 @@ class Lifecycle(Ending):
         name = spec.cluster_name
         host = self.host_for(spec.sites.get(spec.on, {}))
         _, plan = self.plan(spec, command=command)  # whatever cannot be done is said before anything is
+        if self.store.find(name) is None:
+            backends.load(spec.on).require(spec, host)
         if backends.load(spec.on).shares_files:
             environment.prepare(spec, self.store, host, self.emit)
         mine = False

@@ -147,7 +147,8 @@ def test_what_an_interrupted_command_submitted_is_found_by_its_comment() -> None
     out = "5|heliostat:abc\n6|heliostat:abc-w2\n7|heliostat:abcd\n8|(null)\n9|heliostat:other\n"
     found = BACKEND.strays("abc", ClusterSpec(on="slurm"), Scheduler(squeue=(0, out, "")))
     assert [h.native_id for h in found] == ["5", "6"]
-    assert BACKEND.strays("abc", ClusterSpec(on="slurm"), Scheduler(squeue=(1, "", "no"))) == []
+    with pytest.raises(HeliostatError, match="does not list its jobs"):  # nobody knows that there is none
+        BACKEND.strays("abc", ClusterSpec(on="slurm"), Scheduler(squeue=(1, "", "no")))
 
 
 # -- ending

@@ -15,12 +15,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from heliostat.backends.base import Handle, Observation, Order, Plan
+from heliostat.backends.base import Handle, Observation, Order, Plan, require_programs
 from heliostat.errors import HeliostatError, UsageError
 from heliostat.states import NodeState
 
 if TYPE_CHECKING:
-    from heliostat.spec import Member
+    from heliostat.spec import ClusterSpec, Member
     from heliostat.transport import Completed, Transport
 
 N = NodeState
@@ -145,6 +145,8 @@ class Batch:
     insists: ClassVar[
         bool
     ]  # a word that it should end may be lost, and there is a way to drop a job by force
+    name: ClassVar[str]
+    programs: ClassVar[tuple[str, ...]] = ()  # without these nothing is submitted, seen or ended
     last_resort: ClassVar[str]  # what a person may type for a job that does not go
 
     def _job(self, order: Order) -> Plan:
@@ -156,7 +158,7 @@ class Batch:
         raise NotImplementedError
 
     def _marked(self, place: Mapping[str, Any], host: Transport) -> list[tuple[str, str]]:
-        """My jobs in the queue: (id, mark)."""
+        """My jobs in the queue: (id, mark). Raises HeliostatError when the scheduler does not say."""
         raise NotImplementedError
 
     def _submit(self, argv: Sequence[str], order: Order, host: Transport) -> str:
@@ -169,6 +171,13 @@ class Batch:
     def _end(self, handles: Sequence[Handle], host: Transport, how: str) -> None:
         """how: `ask` (its agent ends all in order), `kill` (the scheduler ends it), `force` (it forgets the job)."""
         raise NotImplementedError
+
+    def require(self, spec: ClusterSpec, host: Transport) -> None:
+        require_programs(
+            self.programs,
+            f"run heliostat where they are, or `{self.name}: {{via: user@login}}` in the file",
+            host,
+        )
 
     def plan(self, order: Order) -> Plan:
         """One job for the head and the plain workers, one for each group of workers: a group has its own queue, its own
@@ -190,7 +199,10 @@ class Batch:
     def _find(self, order: Order, nodes: Sequence[str], host: Transport) -> str | None:
         """A job of ours that an interrupted `up` submitted and could not write down."""
         wanted = mark_of(order.config["mark"], suffix_of(nodes[0]))
-        jobs = self._marked(self._place(order), host)
+        try:
+            jobs = self._marked(self._place(order), host)
+        except HeliostatError:
+            return None  # whoever submits is told why
         return next((job for job, mark in jobs if mark == wanted), None)
 
     def _strays(self, mark: str | None, place: Mapping[str, Any], host: Transport) -> list[Handle]:
