@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 N = NodeState
 KEEP_S = 180.0
+LAUNCHER_S = 30.0  # for another command to notice that the cluster is to end
 
 
 class Ending(Looking):
@@ -46,7 +47,7 @@ class Ending(Looking):
             except (HeliostatError, KeyError, ValueError, TypeError):
                 continue  # `doctor` tells of records that cannot be read
             if view.record.is_over():
-                with contextlib.suppress(DiskError):  # it stays where it is
+                with contextlib.suppress(DiskError, DeadlineError):  # it stays where it is
                     self._archive(view)
             views.append(view)
         return views
@@ -113,6 +114,8 @@ class Ending(Looking):
         """Stopping comes first: a disk that cannot take the record keeps nobody's machines."""
         try:
             record, written = self._ask_for_end(folder, reason)
+            if folder.is_leased() and written:
+                record = self._wait_for_launcher(folder, record)
             self.emit(Event("note", f"stopping {count(len(record.nodes), 'node')} of `{record.name}`"))
             backend = backends.load(record.site)
             handles = [Handle.from_json(h) for h in record.handles]
@@ -165,6 +168,14 @@ class Ending(Looking):
                 saw=error.what,
                 hint=f"free some space there, then heliostat down {view.record.name}",
             ) from None
+
+    def _wait_for_launcher(self, folder: ClusterFolder, record: Record) -> Record:
+        """Another command starts nodes: it sees that the end is asked for before it starts the next ones. The record, with what
+        it has started. One that takes too long cancels by itself what it can no longer put on record."""
+        with contextlib.suppress(DeadlineError), folder.lease(LAUNCHER_S):
+            pass
+        known = folder.record()
+        return known if known.id == record.id else record
 
     def _find_strays(self, record: Record, now: bool) -> Sequence[Handle]:
         """What was launched and is not on record. A backend that cannot be asked keeps no record of which nothing is known to

@@ -233,7 +233,7 @@ def join(life: Lifecycle, name: str, spec: ClusterSpec, command: dict[str, Any] 
             hint=f"heliostat join {name} --host zinc; heliostat submit {name} -- python script.py runs a script",
         )
     environment.pack(spec, life.store, life.emit)
-    with folder.lock():
+    with folder.lease():
         record = folder.record()
         spec = spec.model_copy(update={"security": planning.spec_of(record).security})
         record.joins += 1
@@ -245,17 +245,21 @@ def join(life: Lifecycle, name: str, spec: ClusterSpec, command: dict[str, Any] 
         together = {"id": guest, "on": nodes[0].name, "with": [node.name for node in nodes]}
         work = {**command, **together} if command else None
         order, plan = life.plan(spec, nodes, record.id, work, record.launches)
-        for node in nodes:
-            record.nodes[node.name] = NodeRecord(
-                node.name, "worker", since=time.time(), guest=guest, launch=record.launches
-            )
+        fresh = {
+            node.name: NodeRecord(node.name, "worker", since=time.time(), guest=guest, launch=record.launches)
+            for node in nodes
+        }
         text = f"{guest} joins with {count(len(nodes), 'node')}" + (
             f" to run {command['text']}" if command else ""
         )
-        folder.append({"at": time.time(), "kind": "note", "text": text})
-        if command:
-            record.jobs.append({"id": guest, "entrypoint": command["text"], "submitted": time.time()})
-        folder.save(record)
+        with folder.lock():
+            joins, launches, record = record.joins, record.launches, folder.record()
+            record.joins, record.launches = joins, launches
+            record.nodes.update(fresh)
+            folder.append({"at": time.time(), "kind": "note", "text": text})
+            if command:
+                record.jobs.append({"id": guest, "entrypoint": command["text"], "submitted": time.time()})
+            folder.save(record)
         life.launch(folder, record, order, plan)
     return life.look(folder), guest
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from heliostat import backends, upload
-from heliostat.errors import DiskError, HeliostatError, Interrupted, NotFoundError
+from heliostat.errors import DeadlineError, DiskError, HeliostatError, Interrupted, NotFoundError
 from heliostat.events import Event
 from heliostat.lifecycle import Lifecycle
 from heliostat.looking import RUN, View, command_of
@@ -138,7 +138,7 @@ class Jobs:
                 folder.save(record)
         except NotFoundError:
             pass  # the cluster has ended meanwhile
-        except DiskError as error:
+        except (DiskError, DeadlineError) as error:
             self.life.emit(Event("note", f"the job goes on, but is not on record: {error}"))
 
     def _upload(self, api: RayApi, folder: Path, excludes: Sequence[str]) -> str:

@@ -140,9 +140,16 @@ class Lifecycle(Ending):
         except (PartlyDone, StillStarting):
             raise
         except HeliostatError:
-            if mine:
+            if mine and self._is_own(folder):
                 self.give_up(folder)
             raise
+
+    def _is_own(self, folder: ClusterFolder) -> bool:
+        """Whether the cluster there is the one that was begun here: another may have its name by now."""
+        try:
+            return folder.record().id == self.created
+        except HeliostatError:
+            return False
 
     def _check_record(self, name: str) -> None:
         """A cluster's folder comes and goes with its record: one without is not ours, or was damaged."""
@@ -285,12 +292,12 @@ class Lifecycle(Ending):
 
         if not any(_is_missing(node) for node in folder.record().nodes.values()):
             return
-        with folder.lock():
+        with folder.lease():
             record = folder.record()
-            if self._left_to_platform(folder, record):
+            if record.target != "up" or self._left_to_platform(folder, record):
                 return
             missing = [m for m in planning.members_of(record) if _is_missing(record.nodes[m.name])]
-            if not missing or record.target != "up":
+            if not missing:
                 return
             spec = planning.spec_of(record)
             record.launches += 1
@@ -303,16 +310,19 @@ class Lifecycle(Ending):
                 backends.load(record.site).cancel(old_handles, self.host_of(record), now=True)
             record.handles = [h for h in record.handles if h not in old]
             for member in missing:
-                if member.name in again:
-                    folder.append(
-                        {"at": time.time(), "kind": "note", "text": f"{member.name} is started again"}
-                    )
                 record.nodes[member.name] = NodeRecord(
                     member.name, member.role, member.group, since=time.time(), launch=record.launches
                 )
-                if member.name in again:  # else it may run already: an interrupted `up` submitted it
-                    (folder.path / "nodes" / f"{member.name}.json").unlink(missing_ok=True)
-            self.launch(folder, record, order, plan)
+            if again:  # the others may run already: an interrupted `up` submitted them
+                self._start_again(folder, [member.name for member in missing if member.name in again])
+            self.launch(folder, record, order, plan, old)
+
+    def _start_again(self, folder: ClusterFolder, names: Sequence[str]) -> None:
+        """What the nodes of these names said last was said by others."""
+        with folder.lock():
+            for name in names:
+                folder.append({"at": time.time(), "kind": "note", "text": f"{name} is started again"})
+                (folder.path / "nodes" / f"{name}.json").unlink(missing_ok=True)
 
     def _left_to_platform(self, folder: ClusterFolder, record: Record) -> bool:
         """A platform that was asked once makes every node, and puts others in the place of those that end: we only look
@@ -323,14 +333,24 @@ class Lifecycle(Ending):
         if any(node.state is N.SUSPENDED for node in record.nodes.values()):
             self.emit(Event("note", f"bringing `{record.name}` back"))
             platform.keep(handle, self.host_of(record), away=False)
-        for node in [node for node in record.nodes.values() if node.state in TERMINAL]:
-            record.nodes[node.name] = replace(node, state=N.REQUESTED, reason="", since=time.time())
-        folder.save(record)
+        with folder.lock():
+            known = folder.record()
+            for node in [node for node in known.nodes.values() if node.state in TERMINAL]:
+                known.nodes[node.name] = replace(node, state=N.REQUESTED, reason="", since=time.time())
+            folder.save(known)
         self.forget_answers(folder)
         return True
 
-    def launch(self, folder: ClusterFolder, record: Record, order: Order, plan: Plan) -> None:
-        """Writes the plan's files and starts its steps; each handle is on record the moment it exists. Under the lock."""
+    def launch(
+        self,
+        folder: ClusterFolder,
+        record: Record,
+        order: Order,
+        plan: Plan,
+        replaced: Sequence[dict[str, Any]] = (),
+    ) -> None:
+        """Writes the plan's files and starts its steps; each handle is on record the moment it exists. Under the lease: the
+        record's lock is held only while a handle is written. replaced: handles that these take the place of."""
         backend, mirror = backends.load(record.site), self.mirror(folder, record)
         for file in plan.files:
             write_atomic(folder.path / file.path.name, file.text, file.mode)
@@ -347,12 +367,40 @@ class Lifecycle(Ending):
         elif mirror:
             scripts = [(file.path, file.text.encode(), file.mode) for file in plan.files]
             mirror.push([*scripts, *self._for_elsewhere(folder, mirror.place, order)])
-        for handle in backend.launch(plan, order, self.host_of(record)):
-            record.handles.append(handle.to_json())
+        host = self.host_of(record)
+        for handle in backend.launch(plan, order, host):
             self._ended.discard(handle.native_id)  # one with that name may have ended before
+            record.handles.append(handle.to_json())
             for node in handle.nodes:
                 record.nodes[node].handle = handle.native_id
-            folder.save(record)
+            try:
+                self._record_launched(folder, record, [m.name for m in order.members], replaced)
+            except NotFoundError:
+                # another command ends the cluster, and does not know of this handle
+                backend.cancel([handle], host, now=True)
+                raise _taken_down(record) from None
+
+    def _record_launched(
+        self,
+        folder: ClusterFolder,
+        record: Record,
+        names: Sequence[str],
+        replaced: Sequence[dict[str, Any]],
+    ) -> None:
+        """Puts the last handle and the launched nodes on record; what others wrote there meanwhile stays. Raises NotFoundError
+        when the cluster has ended, or is about to."""
+        handle = record.handles[-1]
+        with folder.lock():
+            known = folder.record()
+            if known.id != record.id or known.target != "up":
+                raise NotFoundError(f"`{record.name}` is wanted no more")
+            known.launches = max(known.launches, record.launches)
+            known.handles = [*(h for h in known.handles if h not in replaced), handle]
+            for name in names:
+                old = known.nodes.get(name)
+                if name in handle["nodes"] or (old and old.launch < record.nodes[name].launch):
+                    known.nodes[name] = record.nodes[name]
+            folder.save(known)
 
     def _for_elsewhere(
         self, folder: ClusterFolder, place: Path, order: Order
