@@ -19,10 +19,11 @@ from heliostat.errors import (
     UsageError,
 )
 from heliostat.events import Event
-from heliostat.looking import Looking, View, make_move
+from heliostat.looking import LOOK_LOCK_S, Looking, View, make_move
 from heliostat.states import TERMINAL, NodeState
 from heliostat.store import ClusterFolder, Record
 from heliostat.telling import handle_of
+from heliostat.transport import at_once
 from heliostat.units import count
 
 if TYPE_CHECKING:
@@ -37,20 +38,20 @@ class Ending(Looking):
     def all(self) -> list[View]:
         """Every cluster that is not over, and those that ended since somebody last looked: they go to the history now, so
         this is the one time that they are told of."""
-        views = []
-        for name in self.store.names():
-            folder = self.store.find(name)
-            if folder is None:
-                continue
-            try:
-                view = self.look(folder)
-            except (HeliostatError, KeyError, ValueError, TypeError):
-                continue  # `doctor` tells of records that cannot be read
-            if view.record.is_over():
-                with contextlib.suppress(DiskError, DeadlineError):  # it stays where it is
-                    self._archive(view)
-            views.append(view)
-        return views
+        folders = [folder for name in self.store.names() if (folder := self.store.find(name))]
+        views = at_once(self._look_and_archive, folders)  # one that does not answer keeps nobody else waiting
+        return [view for view in views if view]
+
+    def _look_and_archive(self, folder: ClusterFolder) -> View | None:
+        """The cluster as it is now; one that is over goes to the history. None: its record cannot be read."""
+        try:
+            view = self.look(folder)
+        except (HeliostatError, KeyError, ValueError, TypeError):
+            return None  # `doctor` tells of records that cannot be read
+        if view.record.is_over():
+            with contextlib.suppress(DiskError, DeadlineError):  # it stays where it is
+                self._archive(view, LOOK_LOCK_S)
+        return view
 
     def ever(self) -> list[Record]:
         """Every cluster that there is or was, those that ended last, first."""
@@ -289,7 +290,8 @@ class Ending(Looking):
         if folder.record().id != record.id:
             raise NotFoundError(f"`{record.name}` has ended, and another cluster has its name")
 
-    def _archive(self, view: View) -> View:
+    def _archive(self, view: View, seconds: float = 30.0) -> View:
+        """Puts an ended cluster into the history. seconds: how long to wait for another command that writes its record."""
         record = view.record
         record.ended = record.ended or time.time()
         record.exit_code = (view.live.get("job") or {}).get("exit_code", record.exit_code)
@@ -304,7 +306,7 @@ class Ending(Looking):
             self._remove_left(view.folder, record)
         self._bring_home(view.folder, record)
         try:
-            with view.folder.lock():
+            with view.folder.lock(seconds):
                 self._check_it_is(view.folder, record)
                 folder = self.store.archive(view.folder, record)
         except NotFoundError:

@@ -374,7 +374,7 @@ class Looking:
     def forget_answers(self, folder: ClusterFolder, ended: Iterable[Handle] = ()) -> None:
         """We have just changed something: what the site said before is not true any more. ended: seen to be gone."""
         self._asked.pop(folder.path, None)
-        for telling in self._tellings.values():
+        for telling in list(self._tellings.values()):
             telling.again()
         self._ended.update(handle.native_id for handle in ended)
 
