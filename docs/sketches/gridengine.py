@@ -15,7 +15,18 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from heliostat.backends import _batch
-from heliostat.backends.base import Check, File, Handle, Observation, Order, Plan, Question, Step, by_name
+from heliostat.backends.base import (
+    Check,
+    File,
+    Handle,
+    Observation,
+    Order,
+    Plan,
+    Question,
+    Step,
+    by_name,
+    require_programs,
+)
 from heliostat.errors import HeliostatError, UsageError
 from heliostat.states import NodeState
 from heliostat.units import count
@@ -89,6 +100,9 @@ class GridEngine(_batch.Batch):
 
     def nodes_of(self, table: Mapping[str, Any]) -> int | None:
         return None
+
+    def require(self, spec: ClusterSpec, host: Transport) -> None:
+        require_programs(("qsub", "qstat", "qdel"), "run heliostat where Grid Engine's commands are", host)
 
     def survey(self, options: Any, host: Transport) -> dict[str, Any]:
         return {}

@@ -197,11 +197,13 @@ def up(
     *,
     emit: Emit = lambda event: None,
     keep: bool = False,
+    wait_timeout: float | None = None,
     **values: Any,
 ) -> Cluster:
     """Starts a cluster and returns when it is ready: from a file, a ClusterSpec, or keys of the file as arguments.
 
-    `keep`: leave it running at the end of a `with` block.
+    `keep`: leave it running at the end of a `with` block. `wait_timeout`: stop waiting for nodes after this many seconds
+    and raise DeadlineError; without it, a queue is waited for without end.
     """
     life = Lifecycle(emit=emit)
     if isinstance(file, ClusterSpec):
@@ -210,7 +212,7 @@ def up(
         flat = {key: value for key, value in values.items() if value is not None}
         path = Path(file) if file else None
         spec = config.load(backends.names(), file=path, flags=flat, nodes_of=backends.nodes_of).spec
-    view = life.up(spec)
+    view = life.up(spec, wait_timeout_s=wait_timeout)
     return Cluster(view.record.name, life, owned=not keep)
 
 

@@ -22,7 +22,7 @@ from heliostat.ownership import HOME, TEMP, UnsafePathError, find_unsafe, remedy
 from heliostat.planning import agent_archive
 from heliostat.script import quote
 from heliostat.states import TERMINAL
-from heliostat.store import ClusterFolder, Store, read_json
+from heliostat.store import ClusterFolder, Record, Store, read_json
 from heliostat.transport import at_once
 from heliostat.units import count, format_bytes, format_duration
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from heliostat.spec import ClusterSpec
 
 GIB = 2**30
+LAUNCH_S = 120.0  # after this long without anything launched, nobody is about to launch it
 INSTALL = "pip install 'ray[default]==2.60.0'"
 NO_OPENSSL = "install openssl, or take `tls` out of the file"
 
@@ -353,6 +354,9 @@ def _leftovers(life: Lifecycle) -> Iterator[Check]:
         if folder is None or record is None:
             path = life.store.clusters / name
             yield HERE["record"].answer(False, f"{path} cannot be read", path=path)
+        elif _is_ghost(record):
+            words, hint = f"nothing was launched for `{name}`", f"heliostat down {name} --now"
+            yield HERE["record"].answer(False, words, bad="warn", hint=hint)
     if sys.platform == "win32":
         return  # no node runs here
     from heliostat.agent import tempdirs
@@ -360,6 +364,11 @@ def _leftovers(life: Lifecycle) -> Iterator[Check]:
     dead = [path for parent in tempdirs.parents() for path in tempdirs.dead(parent)]
     words = f"{len(dead)} folders of dead agents" if dead else "none"
     yield HERE["leftovers"].answer(not dead, words, folders=quote(dead[:5]))
+
+
+def _is_ghost(record: Record) -> bool:
+    """Whether nothing stands behind the record, and nobody is about to launch something."""
+    return not record.handles and time.time() - record.created > LAUNCH_S
 
 
 def _tls(folder: ClusterFolder, name: str) -> Check:
@@ -375,7 +384,11 @@ def _cluster(life: Lifecycle, name: str) -> Iterator[Check]:
     view = life.find(name)
     record, folder = view.record, view.folder
     good = str(view.state) in ("ready", "starting", "queued")
-    yield CLUSTER["state"].answer(good, str(view.state), name=name)
+    if _is_ghost(record):
+        words, hint = "nothing was launched for it", f"heliostat down {name} --now"
+        yield CLUSTER["state"].answer(False, words, hint=hint)
+    else:
+        yield CLUSTER["state"].answer(good, str(view.state), name=name)
     for node in record.nodes.values():
         bad = node.state in TERMINAL or str(node.state) in ("LOST", "UNKNOWN")
         text = f"{node.state.lower()} for {format_duration(time.time() - node.since)}" + (

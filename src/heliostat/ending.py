@@ -20,10 +20,11 @@ from heliostat.errors import (
     UsageError,
 )
 from heliostat.events import Event
-from heliostat.looking import Looking, View, make_move
+from heliostat.looking import LOOK_LOCK_S, Looking, View, make_move
 from heliostat.states import TERMINAL, NodeState
 from heliostat.store import ClusterFolder, Record
 from heliostat.telling import handle_of
+from heliostat.transport import at_once
 from heliostat.units import count, format_bytes
 
 if TYPE_CHECKING:
@@ -32,29 +33,29 @@ if TYPE_CHECKING:
 
 N = NodeState
 KEEP_S = 180.0
-CAME_BACK_S = (
-    86400.0  # so long `down` of an ended cluster asks the scheduler again; ids are used anew one day
-)
+# `down` of an ended cluster asks the scheduler again for this long; later another job may have the same id
+CAME_BACK_S = 86400.0
+LAUNCHER_S = 30.0  # for another command to notice that the cluster is to end
 
 
 class Ending(Looking):
     def all(self) -> list[View]:
         """Every cluster that is not over, and those that ended since somebody last looked: they go to the history now, so
         this is the one time that they are told of."""
-        views = []
-        for name in self.store.names():
-            folder = self.store.find(name)
-            if folder is None:
-                continue
-            try:
-                view = self.look(folder)
-            except (HeliostatError, KeyError, ValueError, TypeError):
-                continue  # `doctor` tells of records that cannot be read
-            if view.record.is_over():
-                with contextlib.suppress(DiskError):  # it stays where it is
-                    self._archive(view)
-            views.append(view)
-        return views
+        folders = [folder for name in self.store.names() if (folder := self.store.find(name))]
+        views = at_once(self._look_and_archive, folders)  # one that does not answer keeps nobody else waiting
+        return [view for view in views if view]
+
+    def _look_and_archive(self, folder: ClusterFolder) -> View | None:
+        """The cluster as it is now; one that is over goes to the history. None: its record cannot be read."""
+        try:
+            view = self.look(folder)
+        except (HeliostatError, KeyError, ValueError, TypeError):
+            return None  # `doctor` tells of records that cannot be read
+        if view.record.is_over():
+            with contextlib.suppress(DiskError, DeadlineError):  # it stays where it is
+                self._archive(view, LOOK_LOCK_S)
+        return view
 
     def ever(self) -> list[Record]:
         """Every cluster that there is or was, those that ended last, first."""
@@ -109,6 +110,9 @@ class Ending(Looking):
             self._end(folder, reason)
         except (NotFoundError, PartlyDone):
             pass  # what failed first is what a person must know
+        except HeliostatError as error:
+            text = f"`{folder.name}` could not be released: {error}; heliostat down {folder.name} --now"
+            self.emit(Event("note", text))
 
     def _end(
         self, folder: ClusterFolder, reason: str, *, now: bool = False, last_look: Callable[[], object] = bool
@@ -116,16 +120,15 @@ class Ending(Looking):
         """Stopping comes first: a disk that cannot take the record keeps nobody's machines."""
         try:
             record, written = self._ask_for_end(folder, reason)
+            if folder.is_leased() and written:
+                record = self._wait_for_launcher(folder, record)
             if started := sum(node.handle is not None for node in record.nodes.values()):
                 self.emit(Event("note", f"stopping {count(started, 'node')} of `{record.name}`"))
             backend = backends.load(record.site)
             handles = [Handle.from_json(h) for h in record.handles]
             if any(node.handle is None for node in record.nodes.values()):
-                from heliostat import planning
-
                 known = {h.native_id for h in handles}
-                strays = backend.strays(record.id, planning.spec_of(record), self.host_of(record))
-                strays = [h for h in strays if h.native_id not in known]
+                strays = [h for h in self._find_strays(record, now) if h.native_id not in known]
                 handles += strays
                 record.handles += [handle.to_json() for handle in strays]
                 self._put_on_record(folder, strays)
@@ -173,6 +176,33 @@ class Ending(Looking):
                 saw=error.what,
                 hint=f"free some space there, then heliostat down {view.record.name}",
             ) from None
+
+    def _wait_for_launcher(self, folder: ClusterFolder, record: Record) -> Record:
+        """Another command starts nodes: it sees that the end is asked for before it starts the next ones. The record, with what
+        it has started. One that takes too long cancels by itself what it can no longer put on record."""
+        with contextlib.suppress(DeadlineError), folder.lease(LAUNCHER_S):
+            pass
+        known = folder.record()
+        return known if known.id == record.id else record
+
+    def _find_strays(self, record: Record, now: bool) -> Sequence[Handle]:
+        """What was launched and is not on record. A backend that cannot be asked keeps no record of which nothing is known to
+        have been launched, when the person says `--now`."""
+        from heliostat import planning
+
+        backend, name = backends.load(record.site), record.name
+        try:
+            return backend.strays(record.id, planning.spec_of(record), self.host_of(record))
+        except HeliostatError as error:
+            if record.handles:
+                raise
+            unchecked = f"whether `{record.site}` runs anything of `{name}`"
+            if not now:
+                hint = f"heliostat down {name} --now forgets it"
+                raise HeliostatError(f"could not check {unchecked}", because=str(error), hint=hint) from None
+            self._at_home.add(record.id)  # nothing is on record that could be fetched
+            self.emit(Event("note", f"warning: could not check {unchecked}: {error}"))
+            return []
 
     def _take_leave(self, folder: ClusterFolder, record: Record) -> None:
         """Where the platform starts Ray, its logs and its jobs go with its machines: what can be had of them comes here."""
@@ -267,7 +297,8 @@ class Ending(Looking):
         if folder.record().id != record.id:
             raise NotFoundError(f"`{record.name}` has ended, and another cluster has its name")
 
-    def _archive(self, view: View) -> View:
+    def _archive(self, view: View, seconds: float = 30.0) -> View:
+        """Puts an ended cluster into the history. seconds: how long to wait for another command that writes its record."""
         record = view.record
         record.ended = record.ended or time.time()
         record.exit_code = (view.live.get("job") or {}).get("exit_code", record.exit_code)
@@ -283,7 +314,7 @@ class Ending(Looking):
             self._remove_left(view.folder, record)
         self._bring_home(view.folder, record)
         try:
-            with view.folder.lock():
+            with view.folder.lock(seconds):
                 self._check_it_is(view.folder, record)
                 folder = self.store.archive(view.folder, record)
         except NotFoundError:

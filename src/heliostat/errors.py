@@ -88,6 +88,10 @@ class DeadlineError(HeliostatError):
     exit_code = 4
 
 
+class StillStarting(DeadlineError):
+    """A deadline passed while some nodes were starting or queued; the cluster is kept, because its head is ready."""
+
+
 class NotFoundError(HeliostatError):
     """No such cluster or job."""
 

@@ -26,13 +26,20 @@ N = NodeState
 LEAVE_S = 120.0  # draining takes 20 s at most, a slow scheduler a little longer
 
 
-def scale(life: Lifecycle, name: str, workers: int, group: str | None = None) -> View:
+def scale(
+    life: Lifecycle,
+    name: str,
+    workers: int,
+    group: str | None = None,
+    *,
+    wait_timeout_s: float | None = None,
+) -> View:
     """So many worker nodes, now. New ones come; of the old ones the last go, after their work is drained."""
     view = life.find(name)
     life.must_be_up(view)
     folder, spec = view.folder, planning.spec_of(view.record)
     if life.platform(view.record):
-        return _resize(life, view, spec, workers, group)
+        return _resize(life, view, spec, workers, group, wait_timeout_s)
     if group and not spec.kinds:
         raise UsageError(
             f"`{name}` has no group `{group}`",
@@ -70,10 +77,17 @@ def scale(life: Lifecycle, name: str, workers: int, group: str | None = None) ->
         life.emit(Event("note", f"draining {count(len(leaving), 'node')}"))
         _let_go(life, folder, record, [node.name for node in leaving])
     life.launch_missing(folder)
-    return life.settle(folder)
+    return life.settle(folder, wait_timeout_s)
 
 
-def _resize(life: Lifecycle, view: View, spec: ClusterSpec, workers: int, group: str | None) -> View:
+def _resize(
+    life: Lifecycle,
+    view: View,
+    spec: ClusterSpec,
+    workers: int,
+    group: str | None,
+    wait_timeout_s: float | None,
+) -> View:
     """The platform is told, and chooses which nodes go."""
     folder, record = view.folder, view.record
     platform, handle = life.platform(record), handle_of(record)
@@ -113,7 +127,7 @@ def _resize(life: Lifecycle, view: View, spec: ClusterSpec, workers: int, group:
         folder.append({"at": time.time(), "kind": "note", "text": f"scaled to {workers} workers"})
         folder.save(record)
     life.forget_answers(folder)
-    view = life.settle(folder)
+    view = life.settle(folder, wait_timeout_s)
     deadline = time.monotonic() + LEAVE_S
     while any(node.guest for node in view.record.nodes.values()) and time.monotonic() < deadline:
         time.sleep(POLL_S)
@@ -152,7 +166,7 @@ def _let_go(life: Lifecycle, folder: ClusterFolder, record: Record, names: Seque
         folder.save(record)
 
 
-def restart_node(life: Lifecycle, name: str, node: str) -> View:
+def restart_node(life: Lifecycle, name: str, node: str, wait_timeout_s: float | None = None) -> View:
     """One worker ends, after its work is drained as far as it can be, and is started anew."""
     view = life.find(name)
     life.must_be_up(view)
@@ -174,14 +188,14 @@ def restart_node(life: Lifecycle, name: str, node: str) -> View:
         told = (view.live.get("nodes") or {}).get(node) or {}
         platform.renew(handle, node, told, life.host_of(record))
         life.forget_answers(folder)
-        return life.settle(folder)
+        return life.settle(folder, wait_timeout_s)
     _let_go(life, folder, record, [node])
     with folder.lock():
         record = folder.record()
         record.nodes[node] = NodeRecord(node, kept.role, kept.group, since=time.time())
         folder.save(record)
     life.launch_missing(folder)
-    return life.settle(folder)
+    return life.settle(folder, wait_timeout_s)
 
 
 def add_hosts(life: Lifecycle, name: str, hosts: Sequence[str]) -> View:
@@ -225,7 +239,7 @@ def join(life: Lifecycle, name: str, spec: ClusterSpec, command: dict[str, Any] 
             hint=f"heliostat join {name} --host zinc; heliostat submit {name} -- python script.py runs a script",
         )
     environment.pack(spec, life.store, life.emit)
-    with folder.lock():
+    with folder.lease():
         record = folder.record()
         spec = spec.model_copy(update={"security": planning.spec_of(record).security})
         record.joins += 1
@@ -237,17 +251,21 @@ def join(life: Lifecycle, name: str, spec: ClusterSpec, command: dict[str, Any] 
         together = {"id": guest, "on": nodes[0].name, "with": [node.name for node in nodes]}
         work = {**command, **together} if command else None
         order, plan = life.plan(spec, nodes, record.id, work, record.launches)
-        for node in nodes:
-            record.nodes[node.name] = NodeRecord(
-                node.name, "worker", since=time.time(), guest=guest, launch=record.launches
-            )
+        fresh = {
+            node.name: NodeRecord(node.name, "worker", since=time.time(), guest=guest, launch=record.launches)
+            for node in nodes
+        }
         text = f"{guest} joins with {count(len(nodes), 'node')}" + (
             f" to run {command['text']}" if command else ""
         )
-        folder.append({"at": time.time(), "kind": "note", "text": text})
-        about = {"id": guest, "entrypoint": command["text"] if command else "", "submitted": time.time()}
-        record.jobs.append({**about, "nodes": len(nodes)})
-        folder.save(record)
+        with folder.lock():
+            joins, launches, record = record.joins, record.launches, folder.record()
+            record.joins, record.launches = joins, launches
+            record.nodes.update(fresh)
+            folder.append({"at": time.time(), "kind": "note", "text": text})
+            about = {"id": guest, "entrypoint": command["text"] if command else "", "submitted": time.time()}
+            record.jobs.append({**about, "nodes": len(nodes)})
+            folder.save(record)
         life.launch(folder, record, order, plan)
     return life.look(folder), guest
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from heliostat import backends, upload
-from heliostat.errors import DiskError, HeliostatError, Interrupted, NotFoundError, UsageError
+from heliostat.errors import DeadlineError, DiskError, HeliostatError, Interrupted, NotFoundError, UsageError
 from heliostat.events import Event
 from heliostat.lifecycle import Lifecycle
 from heliostat.looking import RUN, View, command_of
@@ -167,7 +167,7 @@ class Jobs:
                 folder.save(record)
         except NotFoundError:
             pass  # the cluster has ended meanwhile
-        except DiskError as error:
+        except (DiskError, DeadlineError) as error:
             self.life.emit(Event("note", f"the job goes on, but is not on record: {error}"))
 
     def _upload(self, api: RayApi, folder: Path, excludes: Sequence[str]) -> str:
@@ -294,15 +294,22 @@ class Jobs:
         write: Callable[[str, bytes], None],
         *,
         detach: bool = False,
+        wait_timeout_s: float | None = None,
     ) -> int:
         """A cluster for one command: start it, run it when the nodes are there, stream, release; its exit code."""
         if not backends.load(spec.on).starts_ray:
-            return self._run_as_job(spec, command, write, detach)
+            return self._run_as_job(spec, command, write, detach, wait_timeout_s)
         place = ClusterFolder(self.life.store.clusters / spec.cluster_name)
         tail = Tail(self.life.host, place, write)
         view = None
         try:
-            view = self.life.up(spec, command=command, wait=not detach, last_look=tail.drain)
+            view = self.life.up(
+                spec,
+                command=command,
+                wait=not detach,
+                wait_timeout_s=wait_timeout_s,
+                last_look=tail.drain,
+            )
             if detach:
                 return 0
             code = self._follow(view.folder, tail)
@@ -326,12 +333,17 @@ class Jobs:
             raise
 
     def _run_as_job(
-        self, spec: ClusterSpec, command: dict[str, Any], write: Callable[[str, bytes], None], detach: bool
+        self,
+        spec: ClusterSpec,
+        command: dict[str, Any],
+        write: Callable[[str, bytes], None],
+        detach: bool,
+        wait_timeout_s: float | None,
     ) -> int:
         """Where no agent of ours runs, the command is a job of Ray's, in an uploaded copy of this folder."""
         name, life = spec.cluster_name, self.life
         self._check_folder(spec)
-        view = life.up(spec, command={**command, "detached": detach})
+        view = life.up(spec, command={**command, "detached": detach}, wait_timeout_s=wait_timeout_s)
         folder, record = view.folder, view.record
         kept = folder.logs / f"{RUN}.out"
 

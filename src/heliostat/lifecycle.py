@@ -9,7 +9,7 @@ import contextlib
 import json
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING, Any
 from heliostat import backends, tls
 from heliostat.backends.base import Handle, Order, Plan
 from heliostat.ending import Ending
-from heliostat.errors import DeadlineError, HeliostatError, Interrupted, NotFoundError, PartlyDone, UsageError
+from heliostat.errors import (
+    DeadlineError,
+    HeliostatError,
+    Interrupted,
+    NotFoundError,
+    PartlyDone,
+    StillStarting,
+    UsageError,
+)
 from heliostat.events import Event
 from heliostat.looking import View, alike
 from heliostat.states import TERMINAL, ClusterState, NodeState
@@ -29,8 +37,40 @@ if TYPE_CHECKING:
     from heliostat.spec import ClusterSpec
 
 POLL_S = 0.1
-UP_S = 600.0  # how long `up` waits for a machine that has started; a queue is waited for without end
+UP_S = 600.0  # how long `up` waits for a node whose allocation has started; a queue is waited for without end
 N = NodeState
+_SETTLED = (*TERMINAL, N.READY, N.LOST)
+
+
+class StartClock:
+    """Decides how long `settle` waits: UP_S from the start of an allocation, without end for one that is queued.
+
+    limit_s: a limit for the whole wait, from now on."""
+
+    def __init__(self, limit_s: float | None = None) -> None:
+        self.limit_s = limit_s
+        self._began = time.monotonic()
+        self._started: dict[str, float] = {}  # when each node was first seen to have its allocation
+
+    def overdue(self, nodes: Sequence[NodeRecord], *, news: bool = False) -> str:
+        """Why the wait is over; "": it is not. news: a platform makes progress, so every count starts again."""
+        now = time.monotonic()
+        if news:
+            self._started.clear()
+        for node in nodes:
+            if node.state is N.QUEUED:
+                self._started.pop(node.name, None)
+            else:
+                self._started.setdefault(node.name, now)
+        if self.limit_s is not None and now - self._began > self.limit_s:
+            return f"the limit of {format_duration(self.limit_s)} has passed"
+        waiting = [node for node in nodes if node.state not in _SETTLED]
+        # without a head nothing becomes ready; behind a head that is ready, one queued node is enough to go on waiting
+        decisive = [node for node in waiting if node.role == "head"] or waiting or nodes
+        if any(node.state is N.QUEUED for node in decisive):
+            return ""
+        latest = max(self._started[node.name] for node in decisive)
+        return f"after {UP_S:.0f} s" if now - latest > UP_S else ""
 
 
 class Lifecycle(Ending):
@@ -42,16 +82,20 @@ class Lifecycle(Ending):
         *,
         command: dict[str, Any] | None = None,
         wait: bool = True,
+        wait_timeout_s: float | None = None,
         last_look: Callable[[], object] = bool,
     ) -> View:
         """A cluster as the spec says, ready to use. An unfinished `up` of the same spec is taken up where it was.
 
-        last_look: as in `interrupted`; a command may run before we know that it does."""
+        wait_timeout_s: a limit for the wait, queues included. last_look: as in `interrupted`; a command may run before we
+        know that it does."""
         from heliostat import environment
 
         name = spec.cluster_name
         host = self.host_for(spec.sites.get(spec.on, {}))
         _, plan = self.plan(spec, command=command)  # whatever cannot be done is said before anything is
+        if self.store.find(name) is None:
+            backends.load(spec.on).require(spec, host)
         if backends.load(spec.on).shares_files:
             environment.prepare(spec, self.store, host, self.emit)
         mine = False
@@ -84,7 +128,7 @@ class Lifecycle(Ending):
             break
         try:
             self.launch_missing(folder)
-            return self.settle(folder) if wait else self.look(folder)
+            return self.settle(folder, wait_timeout_s) if wait else self.look(folder)
         except KeyboardInterrupt:
             if mine:
                 self.interrupted(folder, last_look)
@@ -93,12 +137,19 @@ class Lifecycle(Ending):
                 because="it goes on starting",
                 hint=f"heliostat down {name}",
             ) from None
-        except PartlyDone:
+        except (PartlyDone, StillStarting):
             raise
         except HeliostatError:
-            if mine:
+            if mine and self._is_own(folder):
                 self.give_up(folder)
             raise
+
+    def _is_own(self, folder: ClusterFolder) -> bool:
+        """Whether the cluster there is the one that was begun here: another may have its name by now."""
+        try:
+            return folder.record().id == self.created
+        except HeliostatError:
+            return False
 
     def _check_record(self, name: str) -> None:
         """A cluster's folder comes and goes with its record: one without is not ours, or was damaged."""
@@ -241,12 +292,12 @@ class Lifecycle(Ending):
 
         if not any(_is_missing(node) for node in folder.record().nodes.values()):
             return
-        with folder.lock():
+        with folder.lease():
             record = folder.record()
-            if self._left_to_platform(folder, record):
+            if record.target != "up" or self._left_to_platform(folder, record):
                 return
             missing = [m for m in planning.members_of(record) if _is_missing(record.nodes[m.name])]
-            if not missing or record.target != "up":
+            if not missing:
                 return
             spec = planning.spec_of(record)
             record.launches += 1
@@ -259,16 +310,19 @@ class Lifecycle(Ending):
                 backends.load(record.site).cancel(old_handles, self.host_of(record), now=True)
             record.handles = [h for h in record.handles if h not in old]
             for member in missing:
-                if member.name in again:
-                    folder.append(
-                        {"at": time.time(), "kind": "note", "text": f"{member.name} is started again"}
-                    )
                 record.nodes[member.name] = NodeRecord(
                     member.name, member.role, member.group, since=time.time(), launch=record.launches
                 )
-                if member.name in again:  # else it may run already: an interrupted `up` submitted it
-                    (folder.path / "nodes" / f"{member.name}.json").unlink(missing_ok=True)
-            self.launch(folder, record, order, plan)
+            if again:  # the others may run already: an interrupted `up` submitted them
+                self._start_again(folder, [member.name for member in missing if member.name in again])
+            self.launch(folder, record, order, plan, old)
+
+    def _start_again(self, folder: ClusterFolder, names: Sequence[str]) -> None:
+        """What the nodes of these names said last was said by others."""
+        with folder.lock():
+            for name in names:
+                folder.append({"at": time.time(), "kind": "note", "text": f"{name} is started again"})
+                (folder.path / "nodes" / f"{name}.json").unlink(missing_ok=True)
 
     def _left_to_platform(self, folder: ClusterFolder, record: Record) -> bool:
         """A platform that was asked once makes every node, and puts others in the place of those that end: we only look
@@ -279,14 +333,24 @@ class Lifecycle(Ending):
         if any(node.state is N.SUSPENDED for node in record.nodes.values()):
             self.emit(Event("note", f"bringing `{record.name}` back"))
             platform.keep(handle, self.host_of(record), away=False)
-        for node in [node for node in record.nodes.values() if node.state in TERMINAL]:
-            record.nodes[node.name] = replace(node, state=N.REQUESTED, reason="", since=time.time())
-        folder.save(record)
+        with folder.lock():
+            known = folder.record()
+            for node in [node for node in known.nodes.values() if node.state in TERMINAL]:
+                known.nodes[node.name] = replace(node, state=N.REQUESTED, reason="", since=time.time())
+            folder.save(known)
         self.forget_answers(folder)
         return True
 
-    def launch(self, folder: ClusterFolder, record: Record, order: Order, plan: Plan) -> None:
-        """Writes the plan's files and starts its steps; each handle is on record the moment it exists. Under the lock."""
+    def launch(
+        self,
+        folder: ClusterFolder,
+        record: Record,
+        order: Order,
+        plan: Plan,
+        replaced: Sequence[dict[str, Any]] = (),
+    ) -> None:
+        """Writes the plan's files and starts its steps; each handle is on record the moment it exists. Under the lease: the
+        record's lock is held only while a handle is written. replaced: handles that these take the place of."""
         backend, mirror = backends.load(record.site), self.mirror(folder, record)
         for file in plan.files:
             write_atomic(folder.path / file.path.name, file.text, file.mode)
@@ -303,12 +367,40 @@ class Lifecycle(Ending):
         elif mirror:
             scripts = [(file.path, file.text.encode(), file.mode) for file in plan.files]
             mirror.push([*scripts, *self._for_elsewhere(folder, mirror.place, order)])
-        for handle in backend.launch(plan, order, self.host_of(record)):
-            record.handles.append(handle.to_json())
+        host = self.host_of(record)
+        for handle in backend.launch(plan, order, host):
             self._ended.discard(handle.native_id)  # one with that name may have ended before
+            record.handles.append(handle.to_json())
             for node in handle.nodes:
                 record.nodes[node].handle = handle.native_id
-            folder.save(record)
+            try:
+                self._record_launched(folder, record, [m.name for m in order.members], replaced)
+            except NotFoundError:
+                # another command ends the cluster, and does not know of this handle
+                backend.cancel([handle], host, now=True)
+                raise _taken_down(record) from None
+
+    def _record_launched(
+        self,
+        folder: ClusterFolder,
+        record: Record,
+        names: Sequence[str],
+        replaced: Sequence[dict[str, Any]],
+    ) -> None:
+        """Puts the last handle and the launched nodes on record; what others wrote there meanwhile stays. Raises NotFoundError
+        when the cluster has ended, or is about to."""
+        handle = record.handles[-1]
+        with folder.lock():
+            known = folder.record()
+            if known.id != record.id or known.target != "up":
+                raise NotFoundError(f"`{record.name}` is wanted no more")
+            known.launches = max(known.launches, record.launches)
+            known.handles = [*(h for h in known.handles if h not in replaced), handle]
+            for name in names:
+                old = known.nodes.get(name)
+                if name in handle["nodes"] or (old and old.launch < record.nodes[name].launch):
+                    known.nodes[name] = record.nodes[name]
+            folder.save(known)
 
     def _for_elsewhere(
         self, folder: ClusterFolder, place: Path, order: Order
@@ -325,27 +417,18 @@ class Lifecycle(Ending):
             with pack(Path.cwd(), ()) as package:
                 yield Path(command["package"]), package.data_path.read_bytes(), 0o600
 
-    def settle(self, folder: ClusterFolder) -> View:
-        """Until the cluster is what was asked for. Raises with the reason when it cannot become that any more."""
+    def settle(self, folder: ClusterFolder, wait_timeout_s: float | None = None) -> View:
+        """Until the cluster is what was asked for. Raises with the reason when it cannot become that any more.
+
+        wait_timeout_s: a limit for the wait, queues included."""
         from heliostat import planning
 
-        deadline = time.monotonic() + UP_S
-        need, last = None, ""
+        clock, need, last = StartClock(wait_timeout_s), None, ""
         while True:
-            try:
-                view = self.look(folder)
-            except NotFoundError:
-                past = self.store.last_past(folder.name)
-                if past is None:
-                    raise
-                view = View(past, past.record(), past.state())
+            view = self._look_or_past(folder)
             record = view.record
             if record.target != "up":
-                raise HeliostatError(
-                    f"`{record.name}` was taken down while it was starting",
-                    because=record.reason,
-                    hint="heliostat ls --all",
-                )
+                raise _taken_down(record)
             need = need or (planning.spec_of(record).min_nodes or len(planning.members_of(record)))
             head = next(node for node in record.nodes.values() if node.role == "head")
             telling = self.telling(folder, record)
@@ -355,36 +438,44 @@ class Lifecycle(Ending):
                 return view  # a short command may have come and gone between two looks
             if head.state in TERMINAL:
                 raise self._failed(view, head)
-            settled = (*TERMINAL, N.READY, N.LOST)
-            on_the_way = [n for n in record.nodes.values() if n.state not in settled and not n.guest]
-            own = [
-                node for node in record.nodes.values() if not node.guest
-            ]  # who came by a join counts for nothing here
+            own = [node for node in record.nodes.values() if not node.guest]  # joined nodes do not count
             if head.state is N.READY and view.address:
                 if sum(node.state is N.READY for node in own) >= need:
                     return view
-                if not on_the_way:
+                if all(node.state in _SETTLED for node in own):
                     raise self._partly(view, need)
             words = in_words(record.nodes.values())
-            if view.state is ClusterState.QUEUED or (words != last and self.platform(record)):
-                deadline = time.monotonic() + UP_S  # a platform that has news is getting on
+            overdue = clock.overdue(own, news=words != last and self.platform(record) is not None)
             last = words
-            if time.monotonic() > deadline:
-                names = ", ".join(f"{n.name} {n.state} {n.reason}".strip() for n in on_the_way)
-                raise DeadlineError(
-                    f"`{record.name}` did not become ready",
-                    because=f"after {UP_S:.0f} s: {names}",
-                    saw=str(folder.logs),
-                )
-            self.emit(
-                Event(
-                    "progress",
-                    f"{view.alive()} of {need} nodes alive; {words}",
-                    None,
-                    {"alive": view.alive(), "of": len(record.nodes)},
-                )
-            )
+            if overdue:
+                raise self._too_late(view, overdue)
+            done = {"alive": view.alive(), "of": len(record.nodes)}
+            self.emit(Event("progress", f"{view.alive()} of {need} nodes alive; {words}", None, done))
             time.sleep(POLL_S)
+
+    def _look_or_past(self, folder: ClusterFolder) -> View:
+        """The cluster as it is now, or as it was when another command archived it."""
+        try:
+            return self.look(folder)
+        except NotFoundError:
+            past = self.store.last_past(folder.name)
+            if past is None:
+                raise
+            return View(past, past.record(), past.state())
+
+    def _too_late(self, view: View, overdue: str) -> DeadlineError:
+        """A cluster whose head is ready is kept: it can be used, and its other nodes may still come."""
+        record = view.record
+        waiting = [n for n in record.nodes.values() if n.state not in _SETTLED and not n.guest]
+        groups = alike(waiting, lambda node: node.name, lambda node: (node.state, node.reason))
+        names = ", ".join(f"{names} {node.state} {node.reason}".strip() for names, node in groups)
+        because = f"{overdue}: {names}" if names else overdue
+        if record.kind == "up" and view.address and not view.headless:
+            ready = f"{view.alive()} of the {len(record.nodes)} nodes asked for"
+            hint = f"heliostat status {record.name}; the same `up` waits again, heliostat down {record.name} ends it"
+            return StillStarting(f"`{record.name}` has {ready}", because=because, hint=hint)
+        what = f"`{record.name}` did not become ready"
+        return DeadlineError(what, because=because, saw=str(self.store.past_place(record) / "logs"))
 
     def _failed(self, view: View, node: NodeRecord) -> HeliostatError:
         hint = _advice(node.reason, view.record)
@@ -414,7 +505,7 @@ class Lifecycle(Ending):
             hint="the same command again starts the missing ones",
         )
 
-    def restart(self, name: str) -> View:
+    def restart(self, name: str, wait_timeout_s: float | None = None) -> View:
         from heliostat import planning
 
         record = self.store.open(name).record()
@@ -422,7 +513,15 @@ class Lifecycle(Ending):
         if record.kind != "up":
             raise UsageError(f"`{name}` runs one command and ends with it", hint="heliostat run …")
         self.down(name)
-        return self.up(spec)
+        return self.up(spec, wait_timeout_s=wait_timeout_s)
+
+
+def _taken_down(record: Record) -> HeliostatError:
+    return HeliostatError(
+        f"`{record.name}` was taken down while it was starting",
+        because=record.reason,
+        hint="heliostat ls --all",
+    )
 
 
 def _sizeless(said: Mapping[str, Any]) -> dict[str, Any]:

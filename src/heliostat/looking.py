@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 N = NodeState
 T = TypeVar("T")
+LOOK_LOCK_S = 5.0  # what was seen is written by the next command that looks, too
 RUN = "run"  # the name of the command of a `run`
 SCALED, RESTARTED = "scaled down", "restarted"  # why a node of a cluster that goes on is told to end
 
@@ -317,7 +318,7 @@ class Looking:
         if at <= record.warned:
             return
         record.warned = at
-        with contextlib.suppress(DiskError, NotFoundError, DeadlineError), folder.lock():
+        with contextlib.suppress(DiskError, NotFoundError, DeadlineError), folder.lock(LOOK_LOCK_S):
             fresh = folder.record()
             if at > fresh.warned:
                 fresh.warned = at
@@ -374,7 +375,7 @@ class Looking:
     def forget_answers(self, folder: ClusterFolder, ended: Iterable[Handle] = ()) -> None:
         """We have just changed something: what the site said before is not true any more. ended: seen to be gone."""
         self._asked.pop(folder.path, None)
-        for telling in self._tellings.values():
+        for telling in list(self._tellings.values()):
             telling.again()
         self._ended.update(handle.native_id for handle in ended)
 
@@ -442,7 +443,7 @@ class Looking:
 
     def _write_moves(self, folder: ClusterFolder, record: Record, moves: list[dict[str, Any]]) -> None:
         try:
-            with folder.lock():
+            with folder.lock(LOOK_LOCK_S):
                 fresh = folder.record()
                 for move in moves:
                     known, mine = fresh.nodes.get(move["node"]), record.nodes.get(move["node"])
@@ -460,8 +461,8 @@ class Looking:
                 folder.save(fresh)
         except NotFoundError:
             return  # it was archived in this moment
-        except DiskError:
-            pass  # looking works on a full disk, and in a home that may only be read
+        except (DiskError, DeadlineError):
+            pass  # looking works on a full disk, in a home that may only be read, and while another command writes
         groups = alike(moves, lambda move: move["node"], lambda move: (move["to"], move["reason"]))
         told = {id(move): names for names, move in groups}
         for move in moves:  # "names": all that move with it, on the first of them; a voice needs no more

@@ -56,8 +56,8 @@ HINTS = {
 def far(words: Sequence[str]) -> Ssh:
     """The machine that these words reach (`ssh -p 2222 zinc`); none: this one. One object a machine, so one connection."""
     key = tuple(words)
-    if key not in _known:
-        _known[key] = Ssh(key[-1], key[1:-1]) if key else Here()
+    if key not in _known:  # several threads may ask for one machine
+        _known.setdefault(key, Ssh(key[-1], key[1:-1]) if key else Here())
     return _known[key]
 
 

@@ -15,6 +15,7 @@ import secrets
 import shutil
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -27,7 +28,10 @@ from heliostat.states import TERMINAL, ClusterState, NodeState, summary
 from heliostat.transport import process_start
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,39}")  # a cluster's, which is also its folder's
-LOCK_S = 120.0  # a lock older than this has lost its owner, whatever host that was on
+LEASE = "launching"
+LOCK_S = 120.0  # a lock that was not renewed for so long has lost its owner, whatever host that was on
+RENEW_S = LOCK_S / 4  # between two renewals of a lease
+LEASE_WAIT_S = 600.0  # how long a command waits for another one that starts nodes
 
 
 @dataclass
@@ -213,8 +217,28 @@ class ClusterFolder:
 
     @contextlib.contextmanager
     def lock(self, seconds: float = 30.0) -> Iterator[None]:
-        """One writer of the record at a time, on whatever host. Held for moments, never while waiting."""
-        folder = self.path / "lock"
+        """One writer of the record at a time, on whatever host. Held for moments: never while a backend is asked, or told."""
+        with self._hold(self.path / "lock", seconds):
+            yield
+
+    @contextlib.contextmanager
+    def lease(self, seconds: float = LEASE_WAIT_S) -> Iterator[None]:
+        """One command at a time starts nodes of the cluster. Held for minutes, without the record's lock, and renewed."""
+        with self._hold(self.path / LEASE, seconds) as mine:
+            over = threading.Event()
+            thread = threading.Thread(target=_keep_renewing, args=(mine, over), daemon=True)
+            thread.start()
+            try:
+                yield
+            finally:
+                over.set()
+                thread.join()
+
+    def is_leased(self) -> bool:
+        return (self.path / LEASE).exists()
+
+    @contextlib.contextmanager
+    def _hold(self, folder: Path, seconds: float) -> Iterator[Path]:
         mine = folder / f"owner-{secrets.token_hex(4)}.json"
         deadline = time.monotonic() + seconds
         while True:
@@ -238,7 +262,7 @@ class ClusterFolder:
             time.sleep(0.05)
         try:
             release()
-            yield
+            yield mine
         finally:
             _remove_lock(folder, [mine])
 
@@ -252,11 +276,9 @@ class ClusterFolder:
             raise self._moved() from None
         except OSError as error:
             raise _disk_error(folder, error) from error
-        pid = os.getpid()
-        owner = {"host": socket.gethostname(), "pid": pid, "start": process_start(pid), "since": time.time()}
         try:
             with open(os.open(mine, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as stream:
-                stream.write(json.dumps(owner))
+                stream.write(_owner())
         except FileNotFoundError:
             return False  # somebody took it for an abandoned one
         except OSError:
@@ -265,6 +287,33 @@ class ClusterFolder:
             _remove_lock(folder, [mine])
             raise
         return True
+
+
+def _owner() -> str:
+    """Who holds a lock, and since when or renewed when."""
+    pid = os.getpid()
+    return json.dumps(
+        {"host": socket.gethostname(), "pid": pid, "start": process_start(pid), "since": time.time()}
+    )
+
+
+def renew(mine: Path) -> bool:
+    """Says anew that this lock is held. False: it was taken from us."""
+    if not mine.exists():
+        return False
+    # beside the lock, not in it: whoever looks into the lock must never see half a file
+    temporary = mine.parent.with_name(f".{mine.parent.name}.{secrets.token_hex(4)}")
+    try:
+        temporary.write_text(_owner())
+        os.replace(temporary, mine)
+    except OSError:  # a full disk, a directory that was archived
+        temporary.unlink(missing_ok=True)
+    return True
+
+
+def _keep_renewing(mine: Path, over: threading.Event) -> None:
+    while not over.wait(RENEW_S) and renew(mine):
+        pass
 
 
 def _hold_interrupts() -> Callable[[], object]:
@@ -433,7 +482,8 @@ class Store:
             pass  # another command was faster
         except OSError as error:
             raise _disk_error(place, error) from error
-        shutil.rmtree(place / "lock", ignore_errors=True)
+        for lock in ("lock", LEASE):
+            shutil.rmtree(place / lock, ignore_errors=True)
         return ClusterFolder(place)
 
     def past_place(self, record: Record) -> Path:

@@ -12,14 +12,16 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from heliostat.backends.base import Handle, Platform
-from heliostat.errors import Refused
+from heliostat.errors import NotFoundError, Refused
 from heliostat.states import NodeState
-from heliostat.store import ClusterFolder, NodeRecord, Record, read_json, write_atomic
+from heliostat.store import ClusterFolder, NodeRecord, Record, write_atomic
 
 if TYPE_CHECKING:
     from heliostat.transport import Transport
 
 DEMAND = "demand"  # who brought a node that nobody asked for by name: it leaves without being missed
+PULL_LOCK_S = 5.0  # what was told is told again
+NOTE_LOCK_S = 30.0  # what is noted is known only once
 N = NodeState
 
 
@@ -72,13 +74,22 @@ class Telling:
         warned = _warning(record, nodes) or state.get("warned")
         if nodes != before or warned != state.get("warned"):
             more = {"warned": warned} if warned else {}
-            self._write("state.json", {**state, **more, "schema": 1, "nodes": nodes})
+            self._update({**more, "schema": 1, "nodes": nodes}, record.id, PULL_LOCK_S)
         if told.token and told.token != self.folder.read_token():
             write_atomic(self.folder.token, told.token)
         if told.connection is None:
             (self.folder.path / "connection.json").unlink(missing_ok=True)
         elif told.connection != self.folder.connection():
             self._write("connection.json", told.connection)
+
+    def _update(self, words: Mapping[str, Any], cluster_id: str | None, seconds: float) -> None:
+        """Changes these keys of `state.json`, which other commands change too: whatever else it holds by now stays.
+
+        cluster_id: whose state it is; another cluster may have the directory by now."""
+        with self.folder.lock(seconds):
+            if cluster_id is not None and self.folder.record().id != cluster_id:
+                raise NotFoundError(f"another cluster has the name `{self.folder.name}` now")
+            self._write("state.json", {**self.folder.state(), **words})
 
     def _write(self, name: str, document: Mapping[str, Any]) -> None:
         write_atomic(self.folder.path / name, json.dumps(document, indent=1) + "\n")
@@ -100,8 +111,7 @@ class Telling:
 
     def note(self, **words: Any) -> None:
         """More for whoever looks: the jobs as they were, the command of a `run`."""
-        state = read_json(self.folder.path / "state.json") or {}
-        self._write("state.json", {**state, **words})
+        self._update(words, None, NOTE_LOCK_S)
 
 
 def believe(node: NodeRecord, told: Mapping[str, Any]) -> tuple[N, str, float] | None:

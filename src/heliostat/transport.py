@@ -21,10 +21,10 @@ AT_ONCE = 32  # machines that are asked at a time
 
 def at_once(do: Callable[[A], B], items: Sequence[A]) -> list[B]:
     """What it gives for each of them, in their order."""
-    from concurrent.futures import ThreadPoolExecutor  # `ls` asks one machine, and does without
+    if len(items) < 2:
+        return [do(item) for item in items]
+    from concurrent.futures import ThreadPoolExecutor  # one machine is asked without it
 
-    if not items:
-        return []
     with ThreadPoolExecutor(min(AT_ONCE, len(items))) as pool:
         return list(pool.map(do, items))
 

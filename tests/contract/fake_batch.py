@@ -4,6 +4,8 @@ scontrol and srun; PBS's qsub, qstat, qselect, qdel, qsig and pbsdsh.
 
 State is in $CONTRACT_WORLD/jobs: a file a job. A job is a process group that lives until its script ends or it is
 cancelled. It answers in the words that Slurm 22.05 and OpenPBS 23.06 were seen to use.
+
+While $CONTRACT_WORLD/queue holds a number, the job with this number stays in the queue; it starts when the file is gone.
 """
 
 import fcntl
@@ -18,7 +20,8 @@ from pathlib import Path
 
 WORLD = Path(os.environ["CONTRACT_WORLD"])
 JOBS = WORLD / "jobs"
-FIELDS = {"i": "id", "T": "state", "k": "comment", "N": "nodes"}
+FIELDS = {"i": "id", "T": "state", "k": "comment", "N": "nodes", "r": "reason"}
+LIVING = ("PENDING", "RUNNING")
 
 
 def start_time(pid):
@@ -43,6 +46,8 @@ def load():
     found = {}
     for path in sorted(JOBS.glob("*.json")):
         job = json.loads(path.read_text())
+        if job["state"] == "PENDING" and not is_queued(job["id"]):
+            job = run(job)
         if job["state"] == "RUNNING" and start_time(job["pid"]) != job["start"]:
             end_group(job["pid"])  # the script has ended: the scheduler ends what is left of the job
             job["state"] = "COMPLETED"
@@ -86,28 +91,46 @@ def sbatch():
     print(start(number, script, output, said["comment"], {"SLURM_JOB_ID": number}))
 
 
+def is_queued(number):
+    path = WORLD / "queue"
+    return path.exists() and path.read_text().strip() == number.partition(".")[0]
+
+
 def start(number, script, output, mark, more):
-    env = {**os.environ, **more}
-    with open(output, "ab") as out:
+    job = {"id": number, "state": "PENDING", "reason": "Priority", "pid": 0, "start": None, "comment": mark,
+           "nodes": "", "script": str(script), "output": os.path.abspath(output), "env": more}  # fmt: skip
+    save(job) if is_queued(number) else run(job)
+    return number
+
+
+def run(job):
+    env = {**os.environ, **job["env"]}
+    with open(job["output"], "ab") as out:
         process = subprocess.Popen(
-            ["bash", str(script)],
+            ["bash", job["script"]],
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=out,
             env=env,
             start_new_session=True,
         )
-    job = {"id": number, "state": "RUNNING", "pid": process.pid, "start": start_time(process.pid),
-           "comment": mark, "nodes": "n1"}  # fmt: skip
+    job = {
+        **job,
+        "state": "RUNNING",
+        "reason": "None",
+        "pid": process.pid,
+        "start": start_time(process.pid),
+        "nodes": "n1",
+    }
     save(job)
-    return number
+    return job
 
 
 def squeue():
     jobs = load()
     wanted = options("jobs")[0].split(",") if options("jobs") else list(jobs)
     every = bool(options("states"))
-    shown = [jobs[i] for i in wanted if i in jobs and (every or jobs[i]["state"] == "RUNNING")]
+    shown = [jobs[i] for i in wanted if i in jobs and (every or jobs[i]["state"] in LIVING)]
     if options("jobs") and not any(i in jobs for i in wanted):
         fail("slurm_load_jobs error: Invalid job id specified")
     for job in shown:
@@ -122,17 +145,18 @@ def scancel():
         return
     for number in [word for word in sys.argv[1:] if not word.startswith("-")]:
         job = jobs.get(number)
-        if job is None or job["state"] != "RUNNING":
+        if job is None or job["state"] not in LIVING:
             continue
-        if "--batch" in sys.argv:
+        if "--batch" in sys.argv and job["pid"]:
             os.kill(job["pid"], getattr(signal, "SIG" + options("signal")[0]))
             continue
         cancel(job)
 
 
 def cancel(job):
-    end_group(job["pid"])
-    while start_time(job["pid"]) == job["start"]:
+    if job["pid"]:
+        end_group(job["pid"])
+    while job["pid"] and start_time(job["pid"]) == job["start"]:
         time.sleep(0.02)
     save({**job, "state": "CANCELLED"})
 
@@ -176,15 +200,20 @@ def qstat():
     if "-B" in sys.argv:
         return print(json.dumps({**document, "Server": {"fake": {"default_queue": "workq"}}}))
     wanted = sys.argv[-1]
-    if wanted not in jobs or jobs[wanted]["state"] != "RUNNING":
+    if wanted not in jobs or jobs[wanted]["state"] not in LIVING:
         print(json.dumps(document))
         fail(f"qstat: Unknown Job Id {wanted}", 153)
-    about = {"job_state": "R", "substate": 42, "Variable_List": {"HELIOSTAT_JOB": jobs[wanted]["comment"]}}
+    running = jobs[wanted]["state"] == "RUNNING"
+    about = {
+        "job_state": "R" if running else "Q",
+        "substate": 42 if running else 10,
+        "Variable_List": {"HELIOSTAT_JOB": jobs[wanted]["comment"]},
+    }
     print(json.dumps({**document, "Jobs": {wanted: about}}))
 
 
 def qselect():
-    print("".join(f"{number}\n" for number, job in load().items() if job["state"] == "RUNNING"), end="")
+    print("".join(f"{number}\n" for number, job in load().items() if job["state"] in LIVING), end="")
 
 
 def qdel():
@@ -192,7 +221,7 @@ def qdel():
     for number in numbers:
         if number not in jobs:
             fail(f"qdel: Unknown Job Id {number}.fake", 153)
-        if not (WORLD / "refuse-cancel").exists() and jobs.get(number, {}).get("state") == "RUNNING":
+        if not (WORLD / "refuse-cancel").exists() and jobs.get(number, {}).get("state") in LIVING:
             cancel(jobs[number])
 
 

@@ -8,14 +8,14 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from contract.worlds import STAGES, WORLDS, World, until
-from heliostat import backends, growth, lifecycle, mirror, planning, tls
+from contract.worlds import STAGES, World, until
+from heliostat import backends, growth, lifecycle, planning, tls
 from heliostat.backends.base import Handle
 from heliostat.cli import app
 from heliostat.errors import HeliostatError, Interrupted, NotFoundError, PartlyDone, UsageError
@@ -27,33 +27,6 @@ from heliostat.store import ClusterFolder, Record
 
 pytestmark = pytest.mark.needs_linux
 PYTHONPATH = os.pathsep.join(filter(None, (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH"))))
-
-
-# where the platform starts Ray, the same promises are kept in other ways: test_kubernetes.py, test_launcher.py
-@pytest.fixture(params=[site for site in backends.names() if backends.load(site).starts_ray])
-def world(
-    request: pytest.FixtureRequest, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[World]:
-    """The site's own; after each test nothing of it may be left."""
-    if request.param not in WORLDS:
-        pytest.fail(f"the backend `{request.param}` has no world: add a class to tests/contract/worlds.py")
-    monkeypatch.setattr(
-        planning, "agent_archive", planning.agent_archive
-    )  # a world may put another in its place
-    monkeypatch.setenv("CONTRACT_WORLD", "")
-    for name in ("PATH", "XDG_RUNTIME_DIR"):
-        monkeypatch.setenv(name, os.environ.get(name, ""))
-    monkeypatch.setattr(lifecycle, "POLL_S", 0.02)
-    monkeypatch.setattr(mirror, "PULL_S", mirror.PULL_S)
-    (tmp_path / "world").mkdir()
-    made = WORLDS[request.param](home, tmp_path / "world")
-    yield made
-    calm = WORLDS[request.param](home, tmp_path / "world")  # obeys again
-    for name in calm.store.names():
-        if calm.store.find(name):
-            calm.life().down(name, now=True)
-    until(lambda: not calm.running(), f"nothing of it is left: {calm.running()}")
-    assert calm.left() == []
 
 
 def states(record: Record) -> dict[str, str]:

@@ -7,8 +7,10 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -301,6 +303,54 @@ groups:
     said = next(line for line in done.out.splitlines() if line.startswith("resources"))
     assert eval(said.partition(" ")[2])["fast-1"] == (1.0, 1.0)
     assert "'fast-1': 'fast'" in done.out and "'plain-1': 'plain'" in done.out
+
+
+# the head's agent waits for nodes that have started for three seconds, instead of ten minutes
+SHORT_WAIT = """
+import sys
+if sys.orig_argv[1:3] == ["-m", "heliostat"]:
+    from heliostat import planning
+    plain = planning.agent_config
+    planning.agent_config = lambda *words: {**plain(*words), "gather_s": 3}
+"""
+
+
+def test_a_run_waits_for_a_group_in_the_queue(lab: Lab) -> None:
+    """The group's job is held for longer than the head's agent waits for nodes that have started. It does not give
+    up: only `down` ends the run."""
+    (lab.home / "short").mkdir()
+    lab.put("short/sitecustomize.py", SHORT_WAIT)
+    lab.put(
+        "held.yaml",
+        """\
+on: slurm
+cpus_per_node: 1
+time: 10m
+groups:
+  late: {nodes: 1, options: {extra: [--hold]}}
+""",
+    )
+    path = os.pathsep.join(filter(None, (str(lab.home / "short"), os.environ.get("PYTHONPATH"))))
+    going = lab.start("run", "-f", "held.yaml", "--name", "held", "hello.py", env={"PYTHONPATH": path})
+    state = lab.home / ".heliostat/clusters/held/state.json"
+
+    def head() -> dict[str, Any]:
+        nodes: dict[str, Any] = json.loads(state.read_text())["nodes"] if state.exists() else {}
+        return nodes.get("head") or {}
+
+    try:
+        wait_for(
+            "a head that is ready", lambda: head().get("state") == "READY" or going.poll() is not None, 180
+        )
+        assert going.poll() is None, going.communicate()
+        since = head()["since"]
+        wait_for("three times the limit", lambda: time.time() > since + 9 or going.poll() is not None)
+        assert going.poll() is None and head()["state"] == "READY", going.communicate()
+        assert [line.split()[1] for line in lab.queue() if "held-late" in line] == ["PENDING"]
+    finally:
+        lab.heliostat("down", "held", "--now")
+        _, err = going.communicate(timeout=120)
+    assert going.returncode == 1 and "was taken down while it was starting" in err, err
 
 
 @pytest.mark.parametrize(

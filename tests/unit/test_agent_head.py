@@ -97,3 +97,32 @@ def test_it_looks_again_before_it_ends_an_idle_cluster(
 
     monkeypatch.setattr(head_module, "activity", activity)
     assert asyncio.run(story()).startswith("idle for ") is ends
+
+
+def test_a_command_waits_for_queued_nodes_without_end(tmp_path: Path) -> None:
+    """Nodes of other allocations may be queued for hours. The limit counts from the node that came last."""
+
+    async def story() -> None:
+        head = Head(config(tmp_path, queued=["gpu-1", "gpu-2"], gather_s=600), str(tmp_path))
+        head.learn("head", {"state": "READY"})
+        day_s = 86400.0
+        assert head.overdue(head.last_new + day_s) == ""
+        head.heard("gpu-1", {"state": "STARTING"})
+        assert head.overdue(head.last_new + day_s) == "", "gpu-2 is still queued"
+        head.heard("gpu-2", {"state": "STARTING"})
+        came = head.last_new
+        head.heard("gpu-2", {"state": "STARTING"})
+        assert head.last_new == came, "a node is new only once"
+        assert head.overdue(came + 599) == ""
+        assert head.overdue(came + 601) == "fewer than 3 nodes came within 600 s"
+
+    asyncio.run(story())
+
+
+def test_a_command_whose_nodes_are_in_one_allocation_does_not_wait_for_ever(tmp_path: Path) -> None:
+    async def story() -> None:
+        head = Head(config(tmp_path, gather_s=600), str(tmp_path))
+        head.learn("head", {"state": "READY"})
+        assert head.overdue(head.last_new + 601)
+
+    asyncio.run(story())

@@ -212,7 +212,8 @@ def test_what_an_interrupted_command_submitted_is_found_by_its_mark() -> None:
     says = Pbs(find=found, queues=(0, "", ""), mine=(0, out, ""))
     strays = BACKEND.strays("abc", {}, says)
     assert [h.native_id for h in strays] == ["5", "6"] and strays[0].detail["bin"] == "/opt/pbs/bin"
-    assert BACKEND.strays("abc", {}, Pbs(find=(0, "", ""))) == []
+    with pytest.raises(HeliostatError, match="does not list its jobs"):  # nobody knows that there is none
+        BACKEND.strays("abc", {}, Pbs(find=(0, "", "")))
 
 
 # -- ending

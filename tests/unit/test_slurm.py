@@ -147,7 +147,8 @@ def test_what_an_interrupted_command_submitted_is_found_by_its_comment() -> None
     out = "5|heliostat:abc\n6|heliostat:abc-w2\n7|heliostat:abcd\n8|(null)\n9|heliostat:other\n"
     found = BACKEND.strays("abc", ClusterSpec(on="slurm"), Scheduler(squeue=(0, out, "")))
     assert [h.native_id for h in found] == ["5", "6"]
-    assert BACKEND.strays("abc", ClusterSpec(on="slurm"), Scheduler(squeue=(1, "", "no"))) == []
+    with pytest.raises(HeliostatError, match="does not list its jobs"):  # nobody knows that there is none
+        BACKEND.strays("abc", ClusterSpec(on="slurm"), Scheduler(squeue=(1, "", "no")))
 
 
 # -- ending
@@ -304,6 +305,7 @@ def test_a_group_is_a_job_of_its_own_that_starts_after_the_heads() -> None:
     assert [step.nodes for step in plan.steps] == [("head",), ("cpu-1", "cpu-2"), ("big-1",)]
     assert [slurm.AFTER in step.argv for step in plan.steps] == [False, True, True]
     head, cpu, big = (file.text for file in plan.files)
+    assert '"queued": ["cpu-1", "cpu-2", "big-1"]' in head and '"queued"' not in cpu + big
     assert "--nodes=2" in cpu and "--cpus-per-task=4" in cpu and "--partition" not in head + cpu
     assert {"#SBATCH --partition=gpu", "#SBATCH -xn9", "#SBATCH --gpus-per-node=2"} <= set(big.splitlines())
     says = Scheduler(squeue=(0, "", ""), sbatch=(0, "41\n", ""))

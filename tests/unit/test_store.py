@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from heliostat import store as store_module
 from heliostat.errors import DeadlineError, HeliostatError, NotFoundError
 from heliostat.states import ClusterState, NodeState
 from heliostat.store import LOCK_S, ClusterFolder, NodeRecord, Record, Store, write_atomic
@@ -416,4 +417,35 @@ def test_an_interrupt_while_the_lock_is_taken_leaves_it_to_nobody(
     monkeypatch.undo()
     assert not (tmp_path / "lock").exists()
     with folder.lock(seconds=0):
+        pass
+
+
+def test_a_lease_is_renewed(folder: ClusterFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is held for minutes. Another host, which cannot ask whether its owner lives, breaks it only when nobody renews it."""
+    now = time.time()
+    with folder.lease():
+        lease = folder.path / store_module.LEASE
+        (mine,) = lease.iterdir()
+        monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
+        for minutes in (1, 2, 3, 4):
+            monkeypatch.setattr(time, "time", lambda minutes=minutes: now + 60 * minutes)
+            assert store_module._stale(lease) is None
+            monkeypatch.setattr(socket, "gethostname", lambda: "here")
+            assert store_module.renew(mine)
+            monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
+        monkeypatch.setattr(time, "time", lambda: now + 60 * 4 + LOCK_S + 9)
+        assert store_module._stale(lease) == [mine]
+        mine.unlink()
+        assert not store_module.renew(mine), "it was taken from us"
+    monkeypatch.undo()
+    assert not folder.is_leased()
+
+
+def test_the_record_is_free_under_a_lease(folder: ClusterFolder) -> None:
+    with folder.lease():
+        with folder.lock(0):
+            folder.save(folder.record())
+        with pytest.raises(DeadlineError):
+            folder.lease(0).__enter__()
+    with folder.lease(0):
         pass

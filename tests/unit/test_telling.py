@@ -12,7 +12,7 @@ import pytest
 
 from heliostat import telling
 from heliostat.backends.base import Handle, Platform, Told
-from heliostat.errors import HeliostatError, Refused
+from heliostat.errors import HeliostatError, NotFoundError, Refused
 from heliostat.states import NodeState
 from heliostat.store import ClusterFolder, NodeRecord, Record, Store
 from heliostat.telling import DEMAND, Telling, believe, handle_of, newcomers
@@ -272,3 +272,50 @@ def test_no_word_is_no_word(clock: list[float]) -> None:
     node = NodeRecord("w1", "worker", state=N.READY)
     assert believe(node, {}) is None and believe(node, {"state": "HAPPY"}) is None
     assert believe(node, {"state": "LOST"}) == (N.LOST, "", 1000.0)
+
+
+def test_what_others_write_meanwhile_is_kept(
+    folder: ClusterFolder, record: Record, fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`status --watch` asks the platform while `down` notes what has become of the jobs."""
+    watching, ending = (Telling(folder, cast(Platform, fake), Local()) for _ in range(2))
+    tell = fake.tell
+
+    def slow(*words: Any) -> Told:
+        answer = tell(*words)
+        ending.note(jobs=[{"id": "j1", "status": "SUCCEEDED"}])
+        return answer
+
+    monkeypatch.setattr(fake, "tell", slow)
+    watching.pull(record)
+    state = folder.state()
+    assert state["jobs"] == [{"id": "j1", "status": "SUCCEEDED"}] and set(state["nodes"]) == {"head", "w1"}
+
+
+def test_the_state_is_written_under_the_lock(
+    folder: ClusterFolder, record: Record, fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[bool] = []
+    write = Telling._write
+
+    def noted(self: Telling, name: str, document: Mapping[str, Any]) -> None:
+        held.append((folder.path / "lock").is_dir())
+        write(self, name, document)
+
+    monkeypatch.setattr(Telling, "_write", noted)
+    one = Telling(folder, cast(Platform, fake), Local())
+    one.pull(record)
+    one.note(jobs=[])
+    assert held == [True, True]
+
+
+def test_the_state_of_another_cluster_is_not_written(
+    folder: ClusterFolder, record: Record, fake: Fake
+) -> None:
+    """A second one has the name, while somebody still asks for the first."""
+    other = folder.record()
+    other.id = "another"
+    folder.save(other)
+    with pytest.raises(NotFoundError):
+        Telling(folder, cast(Platform, fake), Local()).pull(record)
+    assert folder.state() == {}

@@ -397,6 +397,11 @@ CASES: dict[str, Case] = {
     "unknown-variable": case("up --dry-run", HELIOSTAT_NODS="2"),
     "unknown-variable-far": case("up --dry-run", HELIOSTAT_XYZZY__A="2"),
     "run-scheduler-option": case("run --partition=gpu train.py", scripts),
+    "up-wait-timeout-no-wait": case("up --no-wait --wait-timeout 30m", bare),
+    "up-wait-timeout-unit": case("up --wait-timeout 30", bare),
+    "up-wait-timeout-nothing": case("up --wait-timeout 0s", bare),
+    "run-wait-timeout-detach": case("run --detach --wait-timeout 30m train.py", scripts),
+    "run-wait-timeout-cluster": case("run --cluster lab --wait-timeout 30m train.py", scripts),
     "run-missing-script-json": case("run --json tarin.py", scripts),
     # what a cluster may be
     **{f"name-{i}": Case(("up", "--dry-run", "--name", name)) for i, name in enumerate(

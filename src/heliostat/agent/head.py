@@ -17,6 +17,7 @@ from .raynode import join
 
 WARN_S = 15 * 60
 SPEAK_S = 90.0  # a step of many nodes takes a while to start; after that one that never spoke is lost
+GATHER_POLL_S = 1.0
 CLEAN_S = 10.0  # for the other nodes of our job to remove what they have on their disks
 # never the head: Ray would end it while its GCS lives on
 DRAIN = """
@@ -51,6 +52,7 @@ class Head(Node):
         self.warned: Optional[Json] = None  # the last thing that whoever looks must be told
         self.look: Optional[asyncio.Future[None]] = None
         self.jobs: List[Json] = []  # what had become of the submitted jobs when the cluster ended
+        self.last_new = time.monotonic()  # when a node was last heard for the first time
         self._flush_due = False
 
     def _path(self, name: str) -> str:
@@ -67,6 +69,8 @@ class Head(Node):
         if since or (status.get("state") == "READY" and status.get("since")):
             status["ready"] = since or status["since"]  # the history counts from then on
         self.nodes[node] = status
+        if not old:
+            self.last_new = time.monotonic()
         if any(old.get(key) != status.get(key) for key in ("state", "reason", "job")):
             self.note({"node": node, "state": status.get("state"), "reason": status.get("reason")})
             self.flush_soon()
@@ -288,14 +292,27 @@ class Head(Node):
     async def command(self) -> None:
         """Runs the user's command here when enough nodes are there. Its end is the cluster's end."""
         assert self.work and self.block
-        patience = float(self.config.get("gather_s", 600))
-        try:
-            await asyncio.wait_for(self.enough.wait(), patience)
-        except asyncio.TimeoutError:
-            self.stop_reason = "fewer than %d nodes came within %d s" % (self.config["min_nodes"], patience)
-            return
+        self.last_new = time.monotonic()
+        while not self.enough.is_set():
+            late = self.overdue(time.monotonic())
+            if late:
+                self.stop_reason = late
+                return
+            try:
+                await asyncio.wait_for(self.enough.wait(), GATHER_POLL_S)
+            except asyncio.TimeoutError:
+                pass
         code = await self.work.run(join(self.ip, self.gcs))
         self.stop_reason = self.stop_reason or "the command ended with code %d" % code
+
+    def overdue(self, now: float) -> str:
+        """Why the command waits no longer for nodes; "": it waits. Nodes of other allocations may be queued: as long as one of
+        them was never heard, there is no limit. The time counts from the node that was heard last for the first time."""
+        patience = float(self.config.get("gather_s", 600))
+        queued = [name for name in self.config.get("queued", ()) if name not in self.nodes]
+        if queued or now - self.last_new <= patience:
+            return ""
+        return "fewer than %d nodes came within %d s" % (self.config["min_nodes"], patience)
 
     def others_failed(self, reason: str, names: List[str]) -> None:
         for name in names:

@@ -15,12 +15,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from heliostat.backends.base import Handle, Observation, Order, Plan
+from heliostat.backends.base import Handle, Observation, Order, Plan, require_programs
 from heliostat.errors import HeliostatError, UsageError
 from heliostat.states import NodeState
 
 if TYPE_CHECKING:
-    from heliostat.spec import Member
+    from heliostat.spec import ClusterSpec, Member
     from heliostat.transport import Completed, Transport
 
 N = NodeState
@@ -110,9 +110,17 @@ def job_config(order: Order, others: Sequence[str], rank: str) -> tuple[str, str
 
 
 def _member_config(order: Order, member: Member) -> dict[str, Any]:
+    from heliostat.spec import members
+
+    head: dict[str, Any] = {}
+    if member.role == "head":
+        own = {other.name for other in order.members}
+        apart = [other.name for other in members(order.spec) if other.name not in own]
+        # groups have allocations of their own, which may be queued while the head waits for their nodes
+        head = {"role": "head", **({"queued": apart} if apart else {})}
     return {
         "node": member.name,
-        **({"role": "head"} if member.role == "head" else {}),
+        **head,
         "resources": {
             "cpus": member.cpus,
             "gpus": member.gpus,
@@ -138,6 +146,8 @@ class Batch:
     insists: ClassVar[
         bool
     ]  # a word that it should end may be lost, and there is a way to drop a job by force
+    name: ClassVar[str]
+    programs: ClassVar[tuple[str, ...]] = ()  # without these nothing is submitted, seen or ended
     last_resort: ClassVar[str]  # what a person may type for a job that does not go
 
     def _job(self, order: Order) -> Plan:
@@ -149,7 +159,7 @@ class Batch:
         raise NotImplementedError
 
     def _marked(self, place: Mapping[str, Any], host: Transport) -> list[tuple[str, str]]:
-        """My jobs in the queue: (id, mark)."""
+        """My jobs in the queue: (id, mark). Raises HeliostatError when the scheduler does not say."""
         raise NotImplementedError
 
     def _submit(self, argv: Sequence[str], order: Order, host: Transport) -> str:
@@ -167,6 +177,13 @@ class Batch:
         """When the controller of these jobs started, in its own format; None: it does not answer. A scheduler that writes the end of a job
         to disk before it reports it has no need to tell."""
         return ""
+
+    def require(self, spec: ClusterSpec, host: Transport) -> None:
+        require_programs(
+            self.programs,
+            f"run heliostat where they are, or `{self.name}: {{via: user@login}}` in the file",
+            host,
+        )
 
     def plan(self, order: Order) -> Plan:
         """One job for the head and the plain workers, one for each group of workers: a group has its own queue, its own
@@ -188,7 +205,10 @@ class Batch:
     def _find(self, order: Order, nodes: Sequence[str], host: Transport) -> str | None:
         """A job of ours that an interrupted `up` submitted and could not write down."""
         wanted = mark_of(order.config["mark"], suffix_of(nodes[0]))
-        jobs = self._marked(self._place(order), host)
+        try:
+            jobs = self._marked(self._place(order), host)
+        except HeliostatError:
+            return None  # whoever submits is told why
         return next((job for job, mark in jobs if mark == wanted), None)
 
     def _strays(self, mark: str | None, place: Mapping[str, Any], host: Transport) -> list[Handle]:

@@ -33,6 +33,7 @@ from heliostat.backends.base import (
     Step,
     Told,
     by_name,
+    require_programs,
 )
 from heliostat.errors import HeliostatError, UsageError
 from heliostat.ownership import temp_directory
@@ -107,8 +108,6 @@ class Launcher:
     )
 
     def checks(self, spec: ClusterSpec | None, host: Transport) -> list[Check]:
-        import importlib.util
-
         found = []
         for program in ("ssh", "rsync"):
             argv = [program, "-V"] if program == "ssh" else [program, "--version"]
@@ -118,14 +117,9 @@ class Launcher:
                 found.append(self.questions[program].answer(True, said))
             except HeliostatError as error:
                 found.append(self.questions[program].answer(False, str(error)))
-        for package in self.packages:
-            try:
-                there = importlib.util.find_spec(package) is not None
-            except (ImportError, ValueError):
-                there = False
-            if not there:
-                ask = self.questions["packages"]
-                return [*found, ask.answer(False, f"no module `{package}`", site=self.name)]
+        if missing := self._missing_package():
+            ask = self.questions["packages"]
+            return [*found, ask.answer(False, f"no module `{missing}`", site=self.name)]
         found.append(self.questions["packages"].answer(True, ", ".join(self.packages)))
         try:
             answer = self._ask({"do": "check", "config": self._any_config(spec)}, None, host, LOOK_S)
@@ -144,6 +138,27 @@ class Launcher:
 
     def nodes_of(self, table: Mapping[str, Any]) -> int | None:
         return None
+
+    def _missing_package(self) -> str | None:
+        import importlib.util
+
+        for package in self.packages:
+            try:
+                there = importlib.util.find_spec(package) is not None
+            except (ImportError, ValueError):
+                there = False
+            if not there:
+                return package
+        return None
+
+    def require(self, spec: ClusterSpec, host: Transport) -> None:
+        if missing := self._missing_package():
+            raise UsageError(
+                f"`{self.name}` needs a package that is not here",
+                because=f"no module `{missing}`",
+                hint=self.questions["packages"].hint.format(site=self.name),
+            )
+        require_programs(("ssh", "rsync"), "install it on this machine", host)
 
     def survey(self, options: Any, host: Transport) -> Mapping[str, Any]:
         return {}

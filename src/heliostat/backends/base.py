@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from heliostat.errors import HeliostatError
 from heliostat.states import NodeState
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from heliostat.transport import Completed, Transport
 
 
+FIND_S = 20.0  # to find programs on a machine
 RUN_S = 24 * 3600.0  # for a command on a node: a person ends it with Ctrl-C
 
 
@@ -137,6 +139,17 @@ class Question:
         return Check(name, bad or self.bad, found, said, more)
 
 
+_MISSING = 'for p; do command -v -- "$p" >/dev/null 2>&1 || printf "%s\\n" "$p"; done'
+
+
+def require_programs(programs: Sequence[str], hint: str, host: Transport) -> None:
+    """Raises HeliostatError when one of these programs is not on that machine."""
+    missing = host.run(["sh", "-c", _MISSING, "sh", *programs], timeout=FIND_S).out.split()
+    if missing:
+        names = ", ".join(f"`{name}`" for name in missing)
+        raise HeliostatError("a program that is needed is missing", because=f"not found: {names}", hint=hint)
+
+
 def by_name(*asked: Question) -> dict[str, Question]:
     """By name."""
     return {question.name: question for question in asked}
@@ -174,6 +187,11 @@ class Backend(Protocol):
         """How many nodes the site's own table asks for, in its own words (a select statement); None: the spec says."""
         ...
 
+    def require(self, spec: ClusterSpec, host: Transport) -> None:
+        """Raises HeliostatError when a program or a package that `launch` needs is missing. Called before anything of a new
+        cluster is recorded."""
+        ...
+
     def survey(self, options: Any, host: Transport) -> Mapping[str, Any]:
         """What the site has, as far as planning needs it; one quick look, {} where it does not answer."""
         ...
@@ -188,7 +206,7 @@ class Backend(Protocol):
 
     def strays(self, mark: str | None, spec: ClusterSpec, host: Transport) -> Sequence[Handle]:
         """What was launched for this cluster and may not be on record, because the one who launched it died. Empty where
-        such a thing ends by itself. mark None: nobody has the record; whatever has the cluster's name, where the site's
+        such a thing ends by itself. Raises HeliostatError where the backend does not say. mark None: nobody has the record; whatever has the cluster's name, where the site's
         machines remember it: "id" and "launch" of each in its detail."""
         ...
 

@@ -71,6 +71,12 @@ class Kubernetes:
     def nodes_of(self, table: Mapping[str, Any]) -> int | None:
         return None
 
+    def require(self, spec: ClusterSpec, host: Transport) -> None:
+        table = spec.sites.get(self.name, {})
+        kube.connect(
+            table.get("kubeconfig"), table.get("context")
+        )  # raises without the package or a kubeconfig
+
     def survey(self, options: Any, host: Transport) -> dict[str, Any]:
         return {}
 

@@ -48,6 +48,9 @@ class Local:
     def nodes_of(self, table: Mapping[str, Any]) -> int | None:
         return None
 
+    def require(self, spec: ClusterSpec, host: Transport) -> None:
+        """The agent runs with the Python that runs this, or says itself what it lacks."""
+
     def survey(self, options: Any, host: Transport) -> dict[str, Any]:
         return {}
 

@@ -101,6 +101,7 @@ class Pbs(_batch.Batch):
     letters: ClassVar[tuple[str, ...]] = ("-q",)
     after: ClassVar[tuple[str, ...]] = ("-W", "depend=after:HEAD")
     insists: ClassVar[bool] = True
+    programs: ClassVar[tuple[str, ...]] = ("qsub", "qstat", "qdel")
     last_resort: ClassVar[str] = "qdel -W force"
     questions: ClassVar[Mapping[str, Question]] = QUESTIONS
 
@@ -110,6 +111,11 @@ class Pbs(_batch.Batch):
     def nodes_of(self, table: Mapping[str, Any]) -> int | None:
         asked = _pbs_words.said(table.get("select"), None, table.get("extra") or ())
         return len(asked.chunks) or None
+
+    def require(self, spec: ClusterSpec, host: Transport) -> None:
+        """PBS's commands may be beside its configuration only, and not on the PATH."""
+        if not host.run(["sh", "-c", _FIND], timeout=OBSERVE_S).out.strip():
+            super().require(spec, host)
 
     # -- planning
 
@@ -178,13 +184,20 @@ class Pbs(_batch.Batch):
         return {"bin": order.facts.get("bin", ""), "dialect": order.facts.get("dialect", "pbs")}
 
     def strays(self, mark: str | None, spec: ClusterSpec, host: Transport) -> list[Handle]:
+        if mark is None:
+            return self._strays(mark, {}, host)
         facts = self.survey(None, host)
-        place = {"bin": facts.get("bin", ""), "dialect": facts.get("dialect", "pbs")}
-        return self._strays(mark, place, host) if "bin" in facts else []
+        if "bin" not in facts:
+            raise HeliostatError(
+                "PBS does not list its jobs", because="its commands do not answer on this machine"
+            )
+        return self._strays(mark, {"bin": facts["bin"], "dialect": facts.get("dialect", "pbs")}, host)
 
     def _marked(self, place: Mapping[str, Any], host: Transport) -> list[tuple[str, str]]:
         argv = ["sh", "-c", _MINE, "sh", place["bin"]]
         done = _batch.retry(lambda: _batch.ask(host, argv), PASSING)
+        if done.code and not done.out.strip():
+            raise _batch.refused(done, "PBS does not list its jobs")
         found = []
         for head, text in _sections(done.out):
             for job, about in _jobs(text).items():

@@ -103,6 +103,7 @@ class Slurm(_batch.Batch):
     long_options: ClassVar[frozenset[str]] = LONG_OPTIONS
     after: ClassVar[tuple[str, ...]] = (AFTER,)  # not a heterogeneous job: that would start all or nothing
     insists: ClassVar[bool] = False
+    programs: ClassVar[tuple[str, ...]] = ("sbatch", "squeue", "scancel")
     last_resort: ClassVar[str] = "scancel"
     questions: ClassVar[Mapping[str, Question]] = QUESTIONS
 
@@ -226,7 +227,9 @@ class Slurm(_batch.Batch):
     def _marked(self, place: Mapping[str, Any], host: Transport) -> list[tuple[str, str]]:
         argv = ["squeue", "--me", "--noheader", "--format=%i|%k", *_where(place["clusters"])]
         done = _batch.retry(lambda: _batch.ask(host, argv), PASSING)
-        lines = [line.strip().partition("|") for line in done.out.splitlines()] if done.code == 0 else []
+        if done.code:
+            raise _batch.refused(done, "SLURM does not list its jobs")
+        lines = [line.strip().partition("|") for line in done.out.splitlines()]
         return [(job, comment) for job, _, comment in lines]
 
     def _submit(self, argv: Sequence[str], order: Order, host: Transport) -> str:

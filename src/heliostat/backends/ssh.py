@@ -23,6 +23,7 @@ from heliostat.backends.base import (
     Question,
     Step,
     by_name,
+    require_programs,
 )
 from heliostat.errors import HeliostatError, PartlyDone, UsageError
 from heliostat.mirror import PLACE, UNSAFE, pack
@@ -73,6 +74,12 @@ class OverSsh:
 
     def nodes_of(self, table: Mapping[str, Any]) -> int | None:
         return None
+
+    def require(self, spec: ClusterSpec, host: Transport) -> None:
+        from heliostat.spec import hosts
+
+        if any(ssh_words(one) for one in hosts(spec)):
+            require_programs(("ssh",), "install OpenSSH's client", host)
 
     def survey(self, options: Any, host: Transport) -> dict[str, Any]:
         return {}

@@ -118,6 +118,36 @@ def cluster_options(function: F) -> F:
     return function
 
 
+def wait_timeout(function: F) -> F:
+    """--wait-timeout, of the commands that wait for nodes."""
+    return click.option(
+        "--wait-timeout",
+        metavar="DURATION",
+        callback=lambda ctx, param, text: None if text is None else _limit(text),
+        help="stop waiting for nodes after this long, e.g. 30m; exit code 4 [a queue has no limit]",
+    )(function)
+
+
+def _limit(text: str) -> int:
+    from heliostat.units import parse_walltime
+
+    try:
+        seconds = parse_walltime(text)
+    except ValueError as error:
+        raise UsageError("`--wait-timeout` cannot be used", because=str(error)) from None
+    if seconds <= 0:
+        raise UsageError("`--wait-timeout` cannot be used", because=f"`{text}` is no time at all")
+    return seconds
+
+
+def refuse_wait_timeout(given: float | None, beside: str, because: str) -> None:
+    """For a command that does not wait."""
+    if given is not None:
+        raise UsageError(
+            f"`--wait-timeout` cannot be used with `{beside}`", because=because, hint="keep one of them"
+        )
+
+
 def read_config(values: dict[str, Any], file: Path | None, *, base: dict[str, Any] | None = None) -> Config:
     """The spec from the file, the environment and the flags. `base`: a running cluster's own, instead of the file."""
     from heliostat import backends, config

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from heliostat.cli.options import CLUSTER, common
+from heliostat.cli.options import CLUSTER, common, wait_timeout
 from heliostat.cli.output import Output
 from heliostat.cli.up import banner, summary
 from heliostat.lifecycle import Lifecycle
@@ -13,17 +13,18 @@ from heliostat.lifecycle import Lifecycle
 @click.command()
 @click.argument("cluster", type=CLUSTER)
 @click.option("--node", metavar="NAME", help="only this worker")
+@wait_timeout
 @common
 @click.pass_obj
-def command(out: Output, /, cluster: str, node: str | None) -> None:
+def command(out: Output, /, cluster: str, node: str | None, wait_timeout: float | None) -> None:
     """Ends a cluster and starts it anew, as it was asked for. It gets a new token and new ports."""
     life = Lifecycle(emit=out.emit)
     if node:
         from heliostat.growth import restart_node
 
-        view = restart_node(life, cluster, node)
+        view = restart_node(life, cluster, node, wait_timeout)
     else:
-        view = life.restart(cluster)
+        view = life.restart(cluster, wait_timeout)
     if out.json:
         return out.document(summary(view))
     banner(out, view)

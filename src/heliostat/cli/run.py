@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from heliostat.cli.native import SiteCommand, command_line, native_options
-from heliostat.cli.options import cluster_options, common, read_config, refuse_options
+from heliostat.cli.options import (
+    cluster_options,
+    common,
+    read_config,
+    refuse_options,
+    refuse_wait_timeout,
+    wait_timeout,
+)
 from heliostat.cli.output import Output
 from heliostat.errors import UsageError
 from heliostat.jobs import Jobs
@@ -28,6 +35,7 @@ if TYPE_CHECKING:
 @click.command(cls=SiteCommand)
 @click.option("--cluster", metavar="NAME", help="use this running cluster instead of a new one")
 @click.option("--detach", is_flag=True, help="return once it is submitted; `logs -f` shows its output")
+@wait_timeout
 @cluster_options
 @common
 @click.argument("words", metavar="SCRIPT.py [ARGS…] | -- COMMAND…", nargs=-1, type=click.UNPROCESSED)
@@ -38,6 +46,7 @@ def command(
     words: tuple[str, ...],
     cluster: str | None,
     detach: bool,
+    wait_timeout: float | None,
     file: Path | None,
     dry_run: bool,
     **values: Any,
@@ -47,6 +56,10 @@ def command(
     Exits with the script's exit code."""
     argv = script_command(tuple(command_line()))
     life = Lifecycle(emit=out.emit)
+    if cluster:
+        refuse_wait_timeout(wait_timeout, "--cluster", f"the nodes of `{cluster}` are not waited for")
+    elif detach:
+        refuse_wait_timeout(wait_timeout, "--detach", "`run --detach` waits for nothing")
     if cluster:
         refuse_options(
             {**values, "file": file},
@@ -70,7 +83,7 @@ def command(
 
         show(out, life, config, what)
         return None
-    code = Jobs(life).run(config.spec, what, out.raw, detach=detach)
+    code = Jobs(life).run(config.spec, what, out.raw, detach=detach, wait_timeout_s=wait_timeout)
     if detach:
         name = config.spec.cluster_name
         out.say(f"`{name}` is on its way; heliostat logs {name} run -f")

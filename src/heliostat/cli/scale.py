@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from heliostat import growth
-from heliostat.cli.options import CLUSTER, common
+from heliostat.cli.options import CLUSTER, common, wait_timeout
 from heliostat.cli.output import Output
 from heliostat.cli.up import summary
 from heliostat.lifecycle import Lifecycle
@@ -16,10 +16,13 @@ from heliostat.units import count
 @click.argument("cluster", type=CLUSTER)
 @click.argument("workers", metavar="N", type=click.IntRange(0, 9_999))
 @click.option("--group", metavar="NAME", help="so many of this group, where the cluster has groups")
+@wait_timeout
 @click.option("--dry-run", is_flag=True, help="say what would change, change nothing")
 @common
 @click.pass_obj
-def command(out: Output, /, cluster: str, workers: int, group: str | None, dry_run: bool) -> None:
+def command(
+    out: Output, /, cluster: str, workers: int, group: str | None, wait_timeout: float | None, dry_run: bool
+) -> None:
     """So many worker nodes, besides the head, now. Nodes that leave are drained first."""
     life = Lifecycle(emit=out.emit)
     if dry_run:
@@ -29,5 +32,5 @@ def command(out: Output, /, cluster: str, workers: int, group: str | None, dry_r
         if out.json:
             return out.document({"name": cluster, "workers": now, "wanted": workers})
         return out.data(f"# {cluster}: {count(now, 'worker')} now, {workers} wanted")
-    view = growth.scale(life, cluster, workers, group)
+    view = growth.scale(life, cluster, workers, group, wait_timeout_s=wait_timeout)
     out.document(summary(view)) if out.json else out.say(f"`{cluster}` has {count(view.alive(), 'node')}")

@@ -10,9 +10,9 @@ import click
 
 from heliostat import backends
 from heliostat.cli.native import SiteCommand
-from heliostat.cli.options import cluster_options, common, read_config
+from heliostat.cli.options import cluster_options, common, read_config, refuse_wait_timeout, wait_timeout
 from heliostat.cli.output import Output, table
-from heliostat.errors import PartlyDone, UsageError
+from heliostat.errors import PartlyDone, StillStarting, UsageError
 from heliostat.lifecycle import Lifecycle
 from heliostat.looking import View
 from heliostat.states import NodeState
@@ -22,15 +22,25 @@ from heliostat.units import count, format_bytes
 @click.command(cls=SiteCommand)
 @click.argument("path", metavar="[FILE]", required=False, type=click.Path(path_type=Path, readable=False))
 @click.option("--no-wait", is_flag=True, help="return once it is asked for")
+@wait_timeout
 @cluster_options
 @common
 @click.pass_obj
 def command(
-    out: Output, /, path: Path | None, file: Path | None, no_wait: bool, dry_run: bool, **values: Any
+    out: Output,
+    /,
+    path: Path | None,
+    file: Path | None,
+    no_wait: bool,
+    wait_timeout: float | None,
+    dry_run: bool,
+    **values: Any,
 ) -> None:
     """Starts a cluster and returns when it is ready. Prints the Ray address."""
     if path and file:
         raise UsageError(f"two files are given: `{path}` and `{file}`", hint="keep one of them")
+    if no_wait:
+        refuse_wait_timeout(wait_timeout, "--no-wait", "`up --no-wait` waits for nothing")
     config = read_config(values, path or file)
     life = Lifecycle(emit=out.emit)
     if dry_run:
@@ -41,8 +51,8 @@ def command(
     known = life.store.find(name)
     was_ready = known is not None and life.look(known).address is not None
     try:
-        view = life.up(config.spec, wait=not no_wait)
-    except PartlyDone:
+        view = life.up(config.spec, wait=not no_wait, wait_timeout_s=wait_timeout)
+    except (PartlyDone, StillStarting):
         if not out.json:
             machines(out, life.find(name))
         raise
