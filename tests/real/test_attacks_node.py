@@ -234,3 +234,29 @@ def test_names_that_the_attacker_takes_beside_a_running_node(
         assert victim.home.is_dir() and (temp / "hs-22222222/lock").is_fifo()
     finally:
         attacker.run("sh", "-c", 'cd "$1"; rm -r hs-00000000 hs-11111111 hs-22222222', "sh", temp)
+
+
+# --- Ray's launcher for clouds, on a login node
+
+SHOW = """
+import hashlib, os, sys
+from heliostat.launching import __main__ as launching
+launching._sdk()
+from ray.autoscaler._private import command_runner
+from ray.autoscaler._private.aws import node_provider
+from ray.autoscaler import node_provider as base
+words = {"ssh_user": "ubuntu", "ssh_private_key": "/key"}
+made = base.NodeProvider.get_command_runner(
+    None, "", "i-1", words, "lab-01234567", None, True, None
+)
+made._ensure_ssh_control_path()
+print(" ".join(made.ssh_options.to_ssh_options_list()))
+"""
+
+
+def test_the_launcher_shares_no_ssh_connection(victim: User) -> None:
+    """The directory of its sockets has a name in /tmp that everybody can compute. Whoever makes it first is given every
+    command and every file of the launcher."""
+    done = victim.run(sys.executable, "-c", SHOW)
+    assert done.returncode == 0, done.stderr
+    assert "-i /key" in done.stdout and "Control" not in done.stdout, done.stdout
