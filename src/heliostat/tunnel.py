@@ -35,6 +35,7 @@ _HEAD_DEADLINE_S = 30.0
 _CONNECT_DEADLINE_S = 10.0
 _LINGER_S = 5.0
 _PORT_ATTEMPTS = 100
+_STRANGERS = 256  # connections without a session at a time; one more, and the oldest of them is closed
 _NO_IPV6 = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 # On our own responses, and on Ray's unless a web proxy is in front: that one may show the dashboard in a frame.
 _HARDENING = (
@@ -115,6 +116,9 @@ class DashboardProxy:
         self._serving = threading.Event()
         self._thread: threading.Thread | None = None
         self._clients: set[asyncio.Task[None] | None] = set()
+        # connections without a session so far, oldest first: everybody on this computer can open them
+        self._strangers: dict[asyncio.StreamWriter, None] = {}
+        self._most_strangers = _most_strangers()
 
     @property
     def url(self) -> str:
@@ -146,7 +150,10 @@ class DashboardProxy:
         self._loop = asyncio.get_running_loop()
         try:
             servers = [
-                await asyncio.start_server(self._client, sock=listener, limit=_HEAD_LIMIT)
+                # not more at a time than may wait without a session: none is closed before it was read
+                await asyncio.start_server(
+                    self._client, sock=listener, limit=_HEAD_LIMIT, backlog=self._most_strangers // 2
+                )
                 for listener in listeners
             ]
         finally:
@@ -158,6 +165,11 @@ class DashboardProxy:
     async def _client(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         self._clients.add(task)  # asyncio holds it weakly once the browser is gone
+        if len(self._strangers) >= self._most_strangers:
+            oldest = next(iter(self._strangers))
+            del self._strangers[oldest]
+            oldest.transport.abort()
+        self._strangers[writer] = None
         try:
             writer.write(await self._respond(reader, writer))
             await asyncio.wait_for(_linger(reader, writer), _LINGER_S)
@@ -165,6 +177,7 @@ class DashboardProxy:
             pass  # the browser went away or stays too long, or `close` was called: the connection is over
         finally:
             self._clients.discard(task)
+            self._strangers.pop(writer, None)
             writer.close()
 
     async def _respond(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
@@ -187,7 +200,10 @@ class DashboardProxy:
             return _answer("403 Forbidden", "Open the URL that `heliostat dashboard` printed.\n")
         head = replace(head, line=f"{method} /{target[len(self._root) :]} {version}")
         refusal = self._refusal(head)
-        return await self._forward(head, reader, writer) if refusal is None else refusal
+        if refusal is not None:
+            return refusal
+        self._strangers.pop(writer, None)
+        return await self._forward(head, reader, writer)
 
     def _is_own_host(self, head: _Head) -> bool:
         """False for 127.0.0.1, `localhost`, and a DNS name that somebody pointed at loopback, among others."""
@@ -279,6 +295,16 @@ def _listen(port: int) -> list[socket.socket]:
     finally:
         for listener in unusable:
             listener.close()
+
+
+def _most_strangers() -> int:
+    """A quarter of the files that we may have open, at most: the rest is for browsers with a session."""
+    try:
+        import resource  # not on Windows
+    except ImportError:
+        return _STRANGERS
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _STRANGERS if soft == resource.RLIM_INFINITY else max(8, min(_STRANGERS, soft // 4))
 
 
 def redirect_page(url: str) -> str:

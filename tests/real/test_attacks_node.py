@@ -6,18 +6,22 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
-from real.faults import Node
+from real.faults import Node, children
+from real.test_attacks import Attacker
 from real.test_attacks_ray import own_ports
-from shared import COMMAND
+from shared import COMMAND, PATIENCE_S
 from users import User, make_user
 
 pytestmark = [pytest.mark.needs_ray, pytest.mark.needs_linux, pytest.mark.needs_two_users]
@@ -234,3 +238,57 @@ def test_names_that_the_attacker_takes_beside_a_running_node(
         assert victim.home.is_dir() and (temp / "hs-22222222/lock").is_fifo()
     finally:
         attacker.run("sh", "-c", 'cd "$1"; rm -r hs-00000000 hs-11111111 hs-22222222', "sh", temp)
+
+
+def test_a_flood_of_connections_to_the_dashboard_proxy(
+    node: Node, victim: User, attacker: User, temp: Path
+) -> None:
+    """More than the proxy may have open. The browser with the URL is served, and the terminal stays readable."""
+    words = victim.words("prlimit", "--nofile=256:256", COMMAND, "dashboard", "lab", TMPDIR=temp)
+    proxy = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd="/")
+    flood = None
+    try:
+        assert proxy.stdout and proxy.stderr
+        url = proxy.stdout.readline().strip()
+        host, _, port = urlsplit(url).netloc.partition(":")
+        flood = Attacker(attacker.uid, "flood", "127.0.0.1", port, 1500)
+        assert flood.says("open")
+        resolve = ["--resolve", f"{host}:{port}:127.0.0.1"]
+        done = victim.run(
+            "curl", "-sS", "--max-time", 60, "-o", "/dev/null", "-w", "%{http_code}", *resolve, url
+        )
+        assert done.stdout == "303", done
+    finally:
+        if flood:
+            flood.end()
+        below = [*children(proxy.pid), proxy.pid]
+        for pid in below:
+            os.kill(pid, signal.SIGINT)
+        said = proxy.communicate(timeout=PATIENCE_S)[1]
+    assert "Traceback" not in said and len(said) < 2000, said[:2000]
+
+
+# --- Ray's launcher for clouds, on a login node
+
+SHOW = """
+import hashlib, os, sys
+from heliostat.launching import __main__ as launching
+launching._sdk()
+from ray.autoscaler._private import command_runner
+from ray.autoscaler._private.aws import node_provider
+from ray.autoscaler import node_provider as base
+words = {"ssh_user": "ubuntu", "ssh_private_key": "/key"}
+made = base.NodeProvider.get_command_runner(
+    None, "", "i-1", words, "lab-01234567", None, True, None
+)
+made._ensure_ssh_control_path()
+print(" ".join(made.ssh_options.to_ssh_options_list()))
+"""
+
+
+def test_the_launcher_shares_no_ssh_connection(victim: User) -> None:
+    """The directory of its sockets has a name in /tmp that everybody can compute. Whoever makes it first is given every
+    command and every file of the launcher."""
+    done = victim.run(sys.executable, "-c", SHOW)
+    assert done.returncode == 0, done.stderr
+    assert "-i /key" in done.stdout and "Control" not in done.stdout, done.stdout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import hashlib
 import logging
@@ -283,6 +284,23 @@ def test_a_client_that_says_nothing_harms_nobody(site: Site) -> None:
         client.shutdown(socket.SHUT_WR)
         assert read_all(client) == b""
     site.log_in()
+
+
+def test_connections_without_a_session_make_room_for_new_ones(
+    site: Site, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Anybody on this computer can open them. The oldest are closed without an answer, and the browser is served."""
+    most = site.proxy._most_strangers
+    with contextlib.ExitStack() as stack:
+        idle = [stack.enter_context(site.connect()) for _ in range(most + 5)]
+        for client in idle:
+            client.sendall(b"GET")
+        for client in idle[:5]:
+            with contextlib.suppress(ConnectionError):
+                assert client.recv(100) == b""
+        site.log_in()
+        assert site.ask("/")[0] == 200
+    assert not caplog.records
 
 
 def test_a_websocket_is_passed_through(site: Site, upstream: Upstream) -> None:

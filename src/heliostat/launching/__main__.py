@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
-import shutil
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from getpass import getuser
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +122,28 @@ def _sdk() -> Any:
     from ray.autoscaler import sdk
 
     sdk.configure_logging(log_style="pretty", color_mode="false", verbosity=0)
+    share_no_connection()
     return sdk
+
+
+def share_no_connection() -> None:
+    """Ray shares ssh connections by sockets in /tmp/ray_ssh_HASH, a name that any user of this host can compute. Whoever makes
+    that directory first owns the sockets, and is given every command and file, the token among them. So: no sharing."""
+    from ray.autoscaler._private import command_runner
+
+    runner = command_runner.SSHCommandRunner
+    plain = runner.__init__
+    if getattr(runner, "shares_nothing", False):
+        return  # done before
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        plain(self, *args, **kwargs)
+        self.ssh_control_path = None
+        proxy = {"ProxyCommand": self.ssh_proxy_command}
+        self.ssh_options = command_runner.SSHOptions(self.ssh_private_key, None, **proxy)
+
+    # in the class itself: other modules of Ray have imported it by name
+    runner.__init__, runner.shares_nothing = init, True
 
 
 def _provider(config: Json) -> Any:
@@ -146,18 +164,6 @@ def prepare(request: Json) -> None:
     os.environ.update(request.get("env") or {})
 
 
-def tidy(request: Json) -> None:
-    """Ray has the sockets of its ssh connections in /tmp, whatever TMPDIR says; ssh closes them by itself."""
-
-    def short(text: str) -> str:
-        return hashlib.sha256(text.encode()).hexdigest()[:10]
-
-    place = Path("/tmp") / f"ray_ssh_{short(getuser())}" / short(request["config"]["cluster_name"])
-    shutil.rmtree(place, ignore_errors=True)
-    with contextlib.suppress(OSError):
-        place.parent.rmdir()
-
-
 def main() -> int:
     out = os.dup(1)
     os.dup2(2, 1)  # Ray's launcher writes what it does to stdout
@@ -171,8 +177,6 @@ def main() -> int:
     except BaseException as error:
         traceback.print_exc()
         answer = {"ok": False, **words.explain(error, request["config"])}
-    if request["do"] in ("create", "end"):
-        tidy(request)
     if request.get("answer"):
         write_atomic(Path(request["answer"]), json.dumps(answer))
     os.write(out, json.dumps(answer).encode() + b"\n")
