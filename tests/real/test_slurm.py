@@ -126,6 +126,7 @@ def test_a_cluster_that_stays(lab: Lab) -> None:
     assert f"export HELIOSTAT_JOB_ID={job_id}" in env and "RAY_AUTH_TOKEN_PATH" in env
     done = lab.heliostat("submit", "stay", "--wait", "--", "hostname; exit 5")
     assert done.rc == 5 and "n1" in done.out
+    assert lab.heliostat("exec", "stay", "--", "no-such-command").rc == 127
 
     done = ok(lab.heliostat("join", job_id, "--nodes", "2", "--time=10m", "hello.py", "seed=1"))
     assert "nodes ['head', 'j1-1', 'j1-2', 'w1']" in done.out and "args ['seed=1']" in done.out
@@ -134,6 +135,11 @@ def test_a_cluster_that_stays(lab: Lab) -> None:
         "head",
         "w1",
     ]
+
+    rows = {row["name"]: row for row in json.loads(lab.heliostat("history", "--json").out)["history"]}
+    assert (rows["stay/j1"]["nodes"], rows["stay/j1"]["exit_code"]) == (2, 0) and rows["stay/j1"][
+        "node_hours"
+    ] > 0
 
     assert ok(lab.heliostat("join", "stay")).out.strip() == "j2"
     ok(lab.heliostat("scale", "stay", "0"))
