@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from heliostat import backends, config
-from heliostat.errors import HeliostatError
+from heliostat.errors import HeliostatError, UsageError
 from heliostat.events import Emit
 from heliostat.jobs import Jobs
 from heliostat.lifecycle import Lifecycle
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from heliostat.advice import Advice
     from heliostat.rayapi import RayApi
     from heliostat.sizing import Sizing
+
+
+MOST_WORKERS = 100_000  # as for `heliostat scale`
 
 
 class Job:
@@ -141,6 +145,10 @@ class Cluster:
         """So many workers besides the head. New ones come; of the old ones the last go, after their work is drained."""
         from heliostat import growth
 
+        if isinstance(workers, bool) or not isinstance(workers, int) or not 0 <= workers <= MOST_WORKERS:
+            raise UsageError(
+                "`workers` cannot be used", because=f"`{workers!r}` is not between 0 and {MOST_WORKERS}"
+            )
         growth.scale(self._life, self.name, workers)
 
     def submit(
@@ -206,14 +214,25 @@ def up(
     and raise DeadlineError; without it, a queue is waited for without end.
     """
     life = Lifecycle(emit=emit)
-    if isinstance(file, ClusterSpec):
-        spec = file.model_copy(update=values) if values else file
+    if wait_timeout is not None and not wait_timeout > 0:
+        raise UsageError("`wait_timeout` cannot be used", because=f"`{wait_timeout}` is no number of seconds")
+    sites, flat = backends.names(), {key: value for key, value in values.items() if value is not None}
+    if isinstance(file, ClusterSpec):  # it may have been copied or made without a check
+        base, own = _as_file(file), dict[str, str]()
+        spec = config.load(sites, base=base, environ=own, flags=flat, nodes_of=backends.nodes_of).spec
     else:
-        flat = {key: value for key, value in values.items() if value is not None}
         path = Path(file) if file else None
-        spec = config.load(backends.names(), file=path, flags=flat, nodes_of=backends.nodes_of).spec
+        spec = config.load(sites, file=path, flags=flat, nodes_of=backends.nodes_of).spec
     view = life.up(spec, wait_timeout_s=wait_timeout)
     return Cluster(view.record.name, life, owned=not keep)
+
+
+def _as_file(spec: ClusterSpec) -> dict[str, Any]:
+    """The spec as its file would have it: what was said, and the tables of the backends."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a value of a wrong type is refused by the check that follows
+        said = spec.model_dump(mode="json", exclude_unset=True, exclude={"sites"})
+    return {**said, **spec.sites}
 
 
 def connect(name: str) -> Cluster:
