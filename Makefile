@@ -12,12 +12,17 @@ STAMP := $(VENV)/.stamp
 EXAMPLES := $(VENV)/.examples
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lab lab-down lint docs recordings bench bench-smoke bench-slurm bench-ssh venv venv-examples packages clean FORCE
+# faults of a campaign, and the seed of its first round
+FAULTS ?= 100
+SEED ?= 1
+
+.PHONY: help demo test campaign lab lab-down lint docs recordings bench bench-smoke bench-slurm bench-ssh venv venv-examples packages clean FORCE
 
 help:
 	@echo "make demo    start two Ray nodes on this computer, run examples/hello_ray.py, release them"
 	@echo "make test    run the tests, two files at a time (PYTEST_ARGS=\"tests/unit -q\" for some of them, JOBS=0: one by one)"
 	@echo "make lab     a real Slurm of three hosts on this computer, to play in (root); make lab-down ends it"
+	@echo "make campaign   inject FAULTS=100 random faults into clusters on that Slurm, from SEED=1 on (root, half an hour)"
 	@echo "make lint    ruff and mypy"
 	@echo "make docs    build the documentation into site/, and fail on a broken link"
 	@echo "make recordings   make the pictures of terminals in it anew, from real runs (root)"
@@ -30,6 +35,10 @@ demo: $(STAMP)
 
 test: $(EXAMPLES) packages
 	$(VENV)/bin/python -m pytest --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+
+# docs/reliability.md
+campaign: $(STAMP) packages
+	$(VENV)/bin/python tests/campaign.py --faults $(FAULTS) --seed $(SEED)
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check

@@ -2,7 +2,8 @@
 
 Each round starts a cluster of three nodes, injects one to three faults while it starts, runs or ends, repairs the lab, ends
 the cluster as a person would, and looks for what is left. Ray is `real.faults.FAKE_RAY`, which is ready at once. A round is
-determined by its seed: round i of a campaign has the seed S + i, and `--faults 1 --seed SEED` runs that round again.
+determined by its seed: round i of a campaign has the seed S + i, and `--faults 1 --seed SEED` runs that round again. The
+moments are the same then; what the processes do in them is not.
 docs/reliability.md says what is injected and what is checked.
 """
 
@@ -28,6 +29,7 @@ HOSTS = ("n1", "n2", "n3")
 PATIENCE_S = 6  # a node without a heartbeat for so long is lost; a worker without a head ends
 SETTLE_S = 90.0  # for agents to notice that their cluster has ended, and to clean up
 COMMAND_S = 400.0  # for one command of the client
+PER_ROUND = (1, 3)  # faults
 PHASES = ("up", "running", "down")
 SPEC = f"network: {{patience: {PATIENCE_S}s}}\n"
 
@@ -171,11 +173,11 @@ KINDS = {
 }
 
 
-def draw(seed: int, most: int) -> list[Fault]:
+def draw(seed: int, per_round: tuple[int, int] = PER_ROUND) -> list[Fault]:
     """The faults of a round. The same seed gives the same faults."""
     dice = random.Random(seed)
     faults = []
-    for _ in range(min(most, dice.randint(1, 3))):
+    for _ in range(dice.randint(*per_round)):
         kind = dice.choice(list(KINDS.values()))
         phase, host = dice.choice(PHASES), dice.choice(kind.hosts)
         faults.append(
@@ -193,20 +195,17 @@ class Runner:
         self.words = ["--on", "slurm", "--cpus-per-node", "1", "--venv", str(lab.home / "fake")]
         self.words += ["--time", "30m", "--nodes", "3", "--name", "lab"]
 
-    def run(self, seed: int, most: int) -> Round:
-        faults, done = draw(seed, most), Round(seed)
+    def run(self, seed: int, per_round: tuple[int, int]) -> Round:
+        faults, done = draw(seed, per_round), Round(seed)
         repairs: list[tuple[float, Fault]] = []
+        commands = {"up": ["up", *self.words], "down": ["down", "lab"]}
         for phase in PHASES:
             command = None
-            if phase == "up":
-                command = self.lab.start("up", *self.words, stderr=subprocess.STDOUT)
-            elif phase == "down":
-                command = self.lab.start("down", "lab", stderr=subprocess.STDOUT)
+            if phase in commands:
+                command = self.lab.start(*commands[phase], stderr=subprocess.STDOUT)
             self.inject([fault for fault in faults if fault.phase == phase], done, repairs)
-            while command and self.going(command, phase, done):
-                self.repair(repairs)
-            if phase != "down":
-                self.repair(repairs)
+            if command:
+                self.follow(command, phase, done, repairs)
         self.repair(repairs, everything=True)
         self.finish(done)
         return done
@@ -226,22 +225,22 @@ class Runner:
             if watched:
                 watched.communicate(timeout=COMMAND_S)
 
-    def going(self, command: subprocess.Popen[str], phase: str, done: Round) -> bool:
-        """Waits a moment; False: the command has ended."""
-        self.began = getattr(self, "began", {})
-        began = self.began.setdefault(id(command), time.monotonic())
-        try:
-            out, _ = command.communicate(timeout=0.5)
-        except subprocess.TimeoutExpired:
-            if time.monotonic() - began < COMMAND_S:
-                return True
-            command.kill()
-            command.communicate()
-            done.failed.append(f"`{phase}` did not end within {COMMAND_S:.0f} s")
-            return False
+    def follow(
+        self, command: subprocess.Popen[str], phase: str, done: Round, repairs: list[tuple[float, Fault]]
+    ) -> None:
+        """Waits for the end of the command; faults that last so long are repaired meanwhile."""
+        deadline = time.monotonic() + COMMAND_S
+        while True:
+            self.repair(repairs)
+            try:
+                out, _ = command.communicate(timeout=0.5)
+                break
+            except subprocess.TimeoutExpired:
+                if time.monotonic() > deadline:
+                    command.kill()
+                    done.failed.append(f"`{phase}` did not end within {COMMAND_S:.0f} s")
         if "Traceback" in out or "heliostat itself failed" in out:
             done.failed.append(f"`{phase}`: {out[-600:]}")
-        return False
 
     def repair(self, repairs: list[tuple[float, Fault]], *, everything: bool = False) -> None:
         for entry in sorted(repairs, key=lambda entry: entry[0]):
@@ -259,7 +258,7 @@ class Runner:
         self.settle(done)
 
     def end(self, done: Round) -> None:
-        if not self.records():
+        if not self.records() and not self.lab.queue():
             return
         for more in ([], ["--now"]):
             try:
@@ -284,8 +283,10 @@ class Runner:
         done.leaked += living
         done.left = self.directories()
         if done.left and not living:
-            self.lab.heliostat("up", *self.words, timeout=COMMAND_S)
+            next_up = self.lab.heliostat("up", *self.words, timeout=COMMAND_S)
             self.lab.heliostat("down", "lab", timeout=COMMAND_S)
+            if next_up.rc:  # then it did not come to every host
+                done.failed.append(f"the next `up` ended with {next_up.rc}: {next_up.err[-600:]}")
             wait_or_not(lambda: not (self.living() or self.directories()), 30)
             done.leaked += self.directories()
         if done.leaked:
@@ -332,14 +333,21 @@ def wait_or_not(check: Callable[[], object], seconds: float) -> None:
 # -- the campaign
 
 
-def campaign(lab: Lab, faults: int, seed: int, say: Callable[[str], None] = print) -> list[Round]:
-    """Rounds until that many faults were injected."""
+def campaign(
+    lab: Lab,
+    faults: int,
+    seed: int,
+    say: Callable[[str], None] = print,
+    per_round: tuple[int, int] = PER_ROUND,
+) -> list[Round]:
+    """Rounds until at least that many faults were injected."""
     fake_ray(lab.home / "fake")
     lab.root("ctl", "chown", "-R", USER, str(lab.home))
     lab.put("heliostat.yaml", SPEC)
-    runner, rounds = Runner(lab), []
-    while (count := sum(len(one.injected) for one in rounds)) < faults and len(rounds) < 3 * faults:
-        done = runner.run(seed + len(rounds), faults - count)
+    runner = Runner(lab)
+    rounds: list[Round] = []
+    while sum(len(one.injected) for one in rounds) < faults and len(rounds) < 3 * faults:
+        done = runner.run(seed + len(rounds), per_round)
         rounds.append(done)
         say(f"seed {done.seed}: {'; '.join(map(str, done.injected)) or 'no fault'}")
         for what, found in (("left", done.left), ("LEAKED", done.leaked), ("FAILED", done.failed)):
@@ -354,15 +362,15 @@ def report(rounds: list[Round], say: Callable[[str], None] = print) -> None:
     for one in rounds:
         for fault in one.injected:
             injected[fault.kind] += 1
-            survived[fault.kind] += not (one.leaked or one.failed)
+            survived[fault.kind] += int(not (one.leaked or one.failed))
     say(f"\n{'fault':20}{'injected':>10}{'survived':>10}")
     for kind in KINDS:
         say(f"{kind:20}{injected[kind]:10}{survived[kind]:10}")
     say(f"{'all':20}{sum(injected.values()):10}{sum(survived.values()):10}")
     for what in ("process", "directory", "token", "record", "job"):
-        say(f"leaked {what}: {sum(kind_of(leak) == what for one in rounds for leak in one.leaked)}")
+        say(f"leaked {what}: {len([leak for one in rounds for leak in one.leaked if kind_of(leak) == what])}")
     waiting = [entry for one in rounds for entry in one.left]
-    held = sum(entry.endswith(" token") for entry in waiting)
+    held = len([entry for entry in waiting if entry.endswith(" token")])
     say(f"left for the next agent on the host: {len(waiting)} directories, {held} with a token")
     bad = [one for one in rounds if one.leaked or one.failed]
     say(f"seeds of failures: {' '.join(str(one.seed) for one in bad) or 'none'}")
@@ -378,6 +386,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Inject random faults into clusters on the lab's real Slurm")
     parser.add_argument("--faults", type=int, default=100, metavar="N", help="faults to inject [100]")
     parser.add_argument("--seed", type=int, default=1, metavar="S", help="seed of the first round [1]")
+    parser.add_argument(
+        "--per-round",
+        type=int,
+        nargs=2,
+        default=PER_ROUND,
+        metavar=("LEAST", "MOST"),
+        help="faults a cluster [1 3]",
+    )
     parser.add_argument("--json", action="store_true", help="print the rounds as JSON at the end")
     asked = parser.parse_args()
     why = missing()
@@ -385,7 +401,8 @@ def main() -> int:
         print(f"error: {why}", file=sys.stderr)
         return 2
     with Lab(len(HOSTS)) as lab:
-        rounds = campaign(lab, asked.faults, asked.seed, lambda text: print(text, flush=True))
+        per_round = (asked.per_round[0], asked.per_round[1])
+        rounds = campaign(lab, asked.faults, asked.seed, lambda text: print(text, flush=True), per_round)
     report(rounds)
     if asked.json:
         print(json.dumps([one.__dict__ for one in rounds], default=lambda value: value.__dict__))

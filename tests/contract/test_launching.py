@@ -134,5 +134,5 @@ def test_nodes_join_while_the_record_is_written(world: World, monkeypatch: pytes
         gate.go.set()
     assert not isinstance(going.end(), Exception)
     record = folder.record()
-    assert [job["id"] for job in record.jobs] == ["mine"], "it was not overwritten"
+    assert [job["id"] for job in record.jobs] == ["j1", "mine"], "it was not overwritten"
     assert record.nodes["j1-1"].handle in [handle["native_id"] for handle in record.handles]

@@ -1,0 +1,32 @@
+"""Twenty random faults on a real Slurm: `make campaign` in small."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from campaign import HOSTS, campaign, draw
+from lab import Lab
+
+pytestmark = [pytest.mark.needs_slurm]
+SEED, PER_ROUND = 2000, (4, 5)  # many for a cluster: fewer clusters take less time
+
+
+@pytest.fixture
+def lab() -> Iterator[Lab]:
+    with Lab(len(HOSTS)) as made:
+        yield made
+
+
+def test_random_faults_leave_nothing(lab: Lab) -> None:
+    said: list[str] = []
+    rounds = campaign(lab, 20, SEED, said.append, PER_ROUND)
+    assert sum(len(one.injected) for one in rounds) >= 20, said
+    bad = [one.seed for one in rounds if one.leaked or one.failed]
+    again = "".join(f"tests/campaign.py --faults 1 --per-round 4 5 --seed {seed}\n" for seed in bad)
+    assert not bad, again + "\n".join(said)
+
+
+def test_a_seed_gives_the_same_faults() -> None:
+    assert draw(SEED) == draw(SEED) != draw(SEED + 1)
