@@ -193,7 +193,8 @@ def _home(life: Lifecycle) -> Iterator[Check]:
     home = life.store.home
     places = [p for p in (home, life.store.clusters, life.store.ended, life.store.cache) if p.exists()]
     checks = [_safe(HERE["home is safe"], place, HOME) for place in places or [home]]
-    yield next((check for check in checks if check.verdict != "ok"), checks[0])
+    unsafe = next((check for check in checks if check.verdict != "ok"), None)
+    yield unsafe or checks[0]
     if not home.exists():
         parent = next(p for p in home.parents if p.exists())
         yield HERE["home"].answer(os.access(parent, os.W_OK), f"{home} will be made")
@@ -202,7 +203,8 @@ def _home(life: Lifecycle) -> Iterator[Check]:
     yield _private(HERE["home is private"], home, "700")
     free = shutil.disk_usage(home).free
     yield HERE["space for records"].answer(free > 100 * 2**20, f"{format_bytes(free)} free")
-    yield _history(life.store)
+    if not unsafe:  # else nothing in it is read
+        yield _history(life.store)
 
 
 def _history(store: Store) -> Check:
