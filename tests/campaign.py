@@ -68,7 +68,7 @@ class Round:
 
 
 def processes(lab: Lab, host: str) -> list[Process]:
-    rows = lab.root(host, "ps", "-eo", "pid=,ppid=,args=").out.splitlines()
+    rows = lab.root(host, "ps", "-wweo", "pid=,ppid=,args=").out.splitlines()
     return [Process(*row.split(None, 2)) for row in rows if len(row.split(None, 2)) == 3]
 
 

@@ -228,7 +228,7 @@ def _safe(lab: Lab, cloud: Cloud) -> None:
         (path,) = home.glob(".heliostat/*/token")
         assert path.read_text() == token and path.stat().st_mode & 0o777 == 0o600
         assert path.parent.stat().st_mode & 0o777 == 0o700
-        shown = lab.root(host, "ps", "-eo", "args").out + "".join(
+        shown = lab.root(host, "ps", "-wweo", "args").out + "".join(
             p.read_text() for p in home.glob("ray_bootstrap*")
         )
         assert token not in shown

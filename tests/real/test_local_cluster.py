@@ -231,7 +231,7 @@ def test_logs_of_events_and_nodes(pair: Pair) -> None:
         text = heliostat("logs", NAME, node).stdout
         assert "==> ray.log <==" in text and f"==> {heading} <==" in text
         assert "Ray runtime started" in text
-    assert "no job `nobody`" in heliostat("logs", NAME, "nobody", code=5).stderr
+    assert "no job or node `nobody`" in heliostat("logs", NAME, "nobody", code=5).stderr
 
 
 # --- a driver that holds both CPUs
