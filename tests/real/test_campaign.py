@@ -19,6 +19,7 @@ def lab() -> Iterator[Lab]:
         yield made
 
 
+@pytest.mark.timeout(1500)  # most of it is waiting for Slurm to notice
 def test_random_faults_leave_nothing(lab: Lab) -> None:
     said: list[str] = []
     rounds = campaign(lab, 20, SEED, said.append, PER_ROUND)
