@@ -208,7 +208,9 @@ print(ray.get(ray.remote(lambda: 6 * 7).remote()))
 
 def test_ray_client_only_where_it_is_asked_for(home: Path, tmp_path: Path) -> None:
     """Its server hands each client to a server of its own on a port of loopback that somebody else may take first."""
-    (tmp_path / "client.yaml").write_text("network: {ray_client: true}\n")
+    # on a busy machine the server of a client takes longer than Ray's own 30 s
+    patient = "environment: {env: {RAY_CLIENT_SERVER_CHECK_CHANNEL_TIMEOUT_S: '150'}}\n"
+    (tmp_path / "client.yaml").write_text("network: {ray_client: true}\n" + patient)
     (tmp_path / "client.py").write_text(CLIENT)
     folder = home / "clusters" / "lab"
     with cluster(tmp_path / "client.yaml"):
