@@ -85,7 +85,6 @@ def kill_whole(lab: Lab, host: str, node: str) -> str:
     folder = lab.home / ".heliostat/clusters/lab/nodes"
     temp = str(json.loads((folder / f"{node}.json").read_text())["temp"])
 
-    # not stopped before: nsenter, which the lab starts tasks by, stops with its child and would not see its end
     def found() -> list[str]:
         return [
             *lab.find(host, "agent.pyz"),
@@ -93,6 +92,10 @@ def kill_whole(lab: Lab, host: str, node: str) -> str:
             *lab.find(host, "ray_start.py", "start"),
         ]
 
+    # The agent is stopped first: it removes the token when the keeper is gone. The keeper is not: nsenter, which the lab
+    # starts tasks by, stops with its child and would not see its end.
+    _keeper, *agents = sorted(lab.find(host, "agent.pyz"), key=int)
+    lab.root(host, "kill", "-STOP", *agents)
     lab.root(host, "kill", "-9", *found())
     wait_for("the end of its processes", lambda: not found())
     assert "token" in lab.root(host, "ls", temp).out.split()
