@@ -82,7 +82,7 @@ def heliostat(
 def document(*words: object, code: int = 0) -> dict[str, Any]:
     """What the command says with --json."""
     said = json.loads(heliostat(*words, "--json", code=code).stdout)
-    assert said["schema"] == 1
+    assert said["schema"] == 2
     return dict(said)
 
 

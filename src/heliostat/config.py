@@ -5,13 +5,15 @@ from __future__ import annotations
 import copy
 import difflib
 import os
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from heliostat import rayyaml
 from heliostat.errors import Code, UsageError
@@ -110,12 +112,15 @@ def check(values: Mapping[str, Any], origins: Mapping[str, str], sites: list[str
                 f"`{site}` is not a table",
                 cause=_where(origins, site).strip(" ()"),
                 hint=f"{site}: {{key: value}}",
+                code=Code.USAGE_INVALID_VALUE,
             )
     plain = {key: value for key, value in values.items() if key not in sites}
     if "sites" in plain:  # where the model keeps those tables; no key of the file
         known = ", ".join(sorted([*_keys(ClusterSpec, []), *sites]))
         cause = _where(origins, "sites").strip(" ()")
-        raise UsageError("unknown key `sites`", cause=cause, hint=f"known keys: {known}")
+        raise UsageError(
+            "unknown key `sites`", cause=cause, hint=f"known keys: {known}", code=Code.USAGE_UNKNOWN_KEY
+        )
     try:
         spec = ClusterSpec.model_validate({**plain, "sites": tables})
     except ValidationError as error:
@@ -130,6 +135,7 @@ def check(values: Mapping[str, Any], origins: Mapping[str, str], sites: list[str
             f"there is no site `{spec.on}`",
             cause=f"sites here: {', '.join(sites)}" + _where(origins, "on"),
             hint=f"--on {(near or [site for site in sites if site == 'local'] or sites)[0]}",
+            code=Code.USAGE_UNKNOWN_BACKEND,
         )
     return spec
 
@@ -141,23 +147,98 @@ def explain(
     *,
     prefix: str = "",
 ) -> UsageError:
-    """pydantic's list of findings -> our four lines, about the first of them. `keys(path)`: what a table may hold."""
+    """The validator's first finding as an error in our own sentences. `keys(path)`: the known keys of a table."""
     findings = error.errors()
-    first = findings[0]
-    path = [str(part) for part in first["loc"]]
+    paths = _paths(findings)
+    kind, path = findings[0]["type"], paths[0]
     key = ".".join([*([prefix] if prefix else []), *path])
-    more = f" (and {len(findings) - 1} more)" if len(findings) > 1 else ""
-    if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+    others = len({tuple(other) for other in paths}) - 1
+    more = f" (and {others} more)" if others else ""
+    where = _where(origins, key)
+    if kind in ("extra_forbidden", "unexpected_keyword_argument", "invalid_key"):
         known = keys(path[:-1])
         near = difflib.get_close_matches(path[-1], known, n=1, cutoff=0.5)
         hint = f"did you mean `{near[0]}`?" if near else f"known keys: {', '.join(sorted(known)) or 'none'}"
-        return UsageError(
-            f"unknown key `{key[:80]}`{more}", cause=_where(origins, key).strip(" ()"), hint=hint
-        )
-    words = first["msg"].removeprefix("Value error, ")
-    value = f"`{repr(first.get('input'))[:80]}`: " if first["type"] != "value_error" and path else ""
-    what = f"`{key[:80]}` cannot be used{more}" if key else f"the cluster cannot be used{more}"
-    return UsageError(what, cause=f"{value}{words}"[:300] + _where(origins, key), hint="heliostat schema")
+        message, code = f"unknown key `{key[:80]}`{more}", Code.USAGE_UNKNOWN_KEY
+        return UsageError(message, cause=where.strip(" ()"), hint=hint, code=code)
+    if kind == "missing":
+        message, code = f"`{key[:80]}` is missing{more}", Code.USAGE_MISSING_KEY
+        return UsageError(message, cause=where.strip(" ()"), hint="heliostat schema", code=code)
+    same = [finding for finding, other in zip(findings, paths, strict=True) if other == path]
+    return UsageError(
+        f"`{key[:80]}` cannot be used{more}" if key else f"the cluster cannot be used{more}",
+        cause=_sentence(same)[:300] + where,
+        hint="heliostat schema",
+        code=Code.USAGE_INVALID_VALUE,
+    )
+
+
+# types of the validator's findings -> what the value must be; fields are those of the finding's context
+_MUST_BE = {
+    **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "a whole number"),
+    "int_parsing_size": "a smaller number",
+    **dict.fromkeys(("float_type", "float_parsing"), "a number"),
+    "finite_number": "a finite number",
+    **dict.fromkeys(("bool_type", "bool_parsing"), "true or false"),
+    **dict.fromkeys(("string_type", "string_sub_type"), "text"),
+    "string_unicode": "UTF-8 text",
+    "string_too_short": "text of at least {min_length} characters",
+    "string_too_long": "text of at most {max_length} characters",
+    **dict.fromkeys(("list_type", "tuple_type", "iterable_type"), "a list"),
+    **dict.fromkeys(("dict_type", "mapping_type", "model_type", "model_attributes_type"), "a table of keys"),
+    **dict.fromkeys(("dataclass_type", "arguments_type"), "a table of keys"),
+    "literal_error": "{expected}",
+    "greater_than": "more than {gt}",
+    "greater_than_equal": "at least {ge}",
+    "less_than": "less than {lt}",
+    "less_than_equal": "at most {le}",
+    "none_required": "null",
+}
+_OWN_TYPES = ("value_error",)  # raised by our validators, with a sentence of their own
+_UNION_TAG = re.compile(
+    r"str|int|float|bool|(mapping|dict|tuple|list)\[.*\]|constrained-\w+|function-\w+\[.*\]"
+)
+
+
+def _sentence(findings: Sequence[ErrorDetails]) -> str:
+    """What a value must be. Several findings: the value may be of one type or another."""
+    first = findings[0]
+    if first["type"] in _OWN_TYPES:
+        return str(first.get("ctx", {}).get("error") or first["msg"])
+    wanted = []
+    for finding in findings:
+        context = {key: _plain(value) for key, value in finding.get("ctx", {}).items()}
+        wanted += [_MUST_BE[finding["type"]].format(**context)] if finding["type"] in _MUST_BE else []
+    value = _shown(first.get("input"))
+    if not wanted:
+        return f"{value} is not valid here"
+    return f"it must be {' or '.join(dict.fromkeys(wanted))}, not {value}"
+
+
+def _plain(value: object) -> str:
+    """A value of the validator's context: `'a' or 'b'` with our quotation marks, 10.0 as 10."""
+    return f"{value:g}" if isinstance(value, float) else str(value).replace("'", "`")
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, Mapping):
+        return "a table of keys"
+    if isinstance(value, (list, tuple, set)):
+        return "a list"
+    if value is None or isinstance(value, bool):
+        return {None: "`null`", True: "`true`", False: "`false`"}[value]
+    return f"`{' '.join(str(value)[:80].split())}`"
+
+
+def _paths(findings: Sequence[ErrorDetails]) -> list[list[str]]:
+    """The key of each finding. The validator appends the type that it tried to a value of several types, `[key]` to a key."""
+    locations = [[str(part) for part in finding["loc"]] for finding in findings]
+    paths = []
+    for location in locations:
+        siblings = [other for other in locations if other[:-1] == location[:-1]]
+        is_union = len(siblings) > 1 and all(other and _UNION_TAG.fullmatch(other[-1]) for other in siblings)
+        paths.append(location[:-1] if is_union or location[-1:] == ["[key]"] else location)
+    return paths
 
 
 def _keys(model: type[BaseModel], path: list[str]) -> list[str]:
@@ -202,6 +283,7 @@ def _environment(environ: Mapping[str, str], sites: list[str]) -> Iterable[tuple
                     f"unknown variable `{name[:80]}`",
                     cause="no key of the file has that name",
                     hint=f"did you mean `{_PREFIX}{near[0].upper()}`?" if near else f"unset {name[:80]}",
+                    code=Code.USAGE_UNKNOWN_VARIABLE,
                 )
             yield key, text, f"${name}"
 
@@ -233,7 +315,10 @@ def _read(file: Path) -> tuple[dict[str, Any], dict[str, str]]:
             data = stream.read(LARGEST_FILE + 1)
     except OSError as error:
         raise UsageError(
-            f"could not read `{file}`", cause=error.strerror or str(error), hint="heliostat up --on local"
+            f"could not read `{file}`",
+            cause=error.strerror or str(error),
+            hint="heliostat up --on local",
+            code=Code.USAGE_UNREADABLE_FILE,
         ) from None
     if len(data) > LARGEST_FILE:
         raise UsageError(f"`{file}` is too large", cause=f"{LARGEST_FILE} bytes are the most")
@@ -242,12 +327,16 @@ def _read(file: Path) -> tuple[dict[str, Any], dict[str, str]]:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         words = " ".join(str(error).split())[:300]
-        raise UsageError(f"`{file}` is not YAML", cause=words, hint="heliostat schema") from None
+        raise UsageError(
+            f"`{file}` is not YAML", cause=words, hint="heliostat schema", code=Code.USAGE_INVALID_YAML
+        ) from None
     if root is None or root.tag == "tag:yaml.org,2002:null":
         return {}, {}
     if not isinstance(root, yaml.MappingNode):
         raise UsageError(
-            f"`{file}` is not a table of keys", cause="its first line should be, say, `name: lab`"
+            f"`{file}` is not a table of keys",
+            cause="its first line should be, say, `name: lab`",
+            code=Code.USAGE_INVALID_YAML,
         )
     reader = _Reader(file.name)
     try:

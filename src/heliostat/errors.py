@@ -42,6 +42,7 @@ class Code(str, Enum):
     NOT_FOUND_JOB = "not_found.job"
     NOT_FOUND_NODE = "not_found.node"
     USAGE_UNKNOWN_KEY = "usage.unknown_key"
+    USAGE_MISSING_KEY = "usage.missing_key"
     USAGE_INVALID_VALUE = "usage.invalid_value"
     USAGE_UNREADABLE_FILE = "usage.unreadable_file"
     USAGE_INVALID_YAML = "usage.invalid_yaml"

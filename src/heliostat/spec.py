@@ -175,7 +175,7 @@ class Network(Model):
     @classmethod
     def _range(cls, value: str | None) -> str | None:
         if value is not None:
-            match = re.fullmatch(r"(\d+)-(\d+)", value)
+            match = re.fullmatch(r"(\d{1,5})-(\d{1,5})", value)
             if not match or not 1024 <= int(match[1]) < int(match[2]) <= HIGHEST_PORT:
                 raise ValueError(f"`{value}` is not a range of ports; write for example `20000-22419`")
             if int(match[2]) - int(match[1]) < 63:

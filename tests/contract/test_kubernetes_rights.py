@@ -119,5 +119,5 @@ def test_doctor_prints_the_role_and_every_right_that_is_lacking(
     assert not [line for line in said.splitlines() if line.endswith("to you):") and "KubeRay" in line]
     assert typed(["--json", "doctor", str(file)]) == 1
     checks = {check["name"]: check for check in json.loads(capfd.readouterr().out)["checks"]}
-    assert yaml.safe_load(checks["your role"]["more"])["kind"] == "Role"
+    assert yaml.safe_load(checks["your role"]["attachment"])["kind"] == "Role"
     assert not checks["KubeRay"]["hint"].endswith(":")

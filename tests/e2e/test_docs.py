@@ -76,6 +76,6 @@ def test_page(page: Path, home: Path, tmp_path: Path) -> None:
         assert bool(int(code[1])) == wrong, f"$ {line}\n{said}"
         lines = iter(said.splitlines())
         for text in shown:
-            wanted = pattern(text)
+            wanted = pattern(text.strip())
             there = any(re.fullmatch(wanted, line.strip()) for line in lines)
             assert there, f"$ {line}\nno `{text}` in:\n{said}"

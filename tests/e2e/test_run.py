@@ -159,7 +159,7 @@ def test_a_file_with_groups_an_environment_and_min_nodes(home: Path, tmp_path: P
     (tmp_path / "heliostat.yaml").write_text(json.dumps(config))
     done = heliostat("run", "--json", "--name", "groups", "script.py", go, cwd=tmp_path)
     said = json.loads(done.stdout)
-    assert (said["schema"], said["name"], said["exit_code"]) == (1, "groups", 0)
+    assert (said["schema"], said["name"], said["exit_code"]) == (2, "groups", 0)
     # with --json stdout is the document's: what the script says goes to stderr
     told = json.loads(next(line for line in done.stderr.splitlines() if line.startswith("{")))
     assert told["first"] == ["head"]

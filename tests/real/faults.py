@@ -19,7 +19,7 @@ from typing import Any
 from heliostat.cli import app
 from shared import PATIENCE_S, document, until
 
-LABELS = ("error", "because", "saw", "hint")
+LABELS = ("error", "cause", "details", "hint")
 LISTEN = "0A"
 
 # --- what is said
@@ -53,11 +53,11 @@ def four_lines(stderr: str) -> dict[str, str]:
     starts = [i for i, line in enumerate(lines) if line.startswith("error: ")]
     assert len(starts) == 1, stderr
     said = [line.partition(": ") for line in lines[starts[0] :]]
-    labels = [label for label, _, _ in said]
+    labels = [label.strip() for label, _, _ in said]
     assert labels == [label for label in LABELS if label in labels], stderr
     assert all(words.strip() for _, _, words in said), stderr
     assert "heliostat itself failed" not in said[0][2], stderr
-    return {label: words for label, _, words in said}
+    return {label.strip(): words for label, _, words in said}
 
 
 def refused(done: Said | subprocess.CompletedProcess[str], code: int) -> dict[str, str]:

@@ -169,8 +169,8 @@ def test_what_does_not_fit_is_an_error() -> None:
     said = heliostat("plan", "train", NAME, "--cpus-per-worker", 3, code=1)
     assert said.stderr.splitlines()[:3] == [
         "error: nothing fits on this cluster",
-        "because: a worker asks for 3 CPU + 1 GPU",
-        "saw: head: 2 CPU + 1 GPU; w1: 2 CPU + 1 GPU",
+        "  cause: a worker asks for 3 CPU + 1 GPU",
+        "  details: head: 2 CPU + 1 GPU; w1: 2 CPU + 1 GPU",
     ]
 
 

@@ -231,7 +231,7 @@ def test_what_was_planted_while_a_home_was_open_stays_refused(
         shutil.chown(path, victim.uid, victim.uid)
         path.chmod(0o700)
     said = refused(victim, home, "down", "lab")
-    assert f"`{home / what}` belongs to {attacker.name}" in said["because"] and not proof.exists()
+    assert f"`{home / what}` belongs to {attacker.name}" in said["cause"] and not proof.exists()
 
 
 def test_an_agent_that_is_not_ours_is_not_executed(
@@ -244,12 +244,12 @@ def test_an_agent_that_is_not_ours_is_not_executed(
             shutil.chown(path, victim.uid, victim.uid)
             path.chmod(0o700 if path.is_dir() else 0o600)
     said = refused(victim, home, "down", "lab")
-    assert f"agent.pyz` belongs to {attacker.name}" in said["because"] and not proof.exists()
+    assert f"agent.pyz` belongs to {attacker.name}" in said["cause"] and not proof.exists()
     own_agent = home / "clusters/lab/agent.pyz"
     own_agent.write_bytes(agent_archive())
     shutil.chown(own_agent, victim.uid, victim.uid)
     own_agent.chmod(0o666)
-    assert "everybody" in refused(victim, home, "down", "lab")["because"]
+    assert "everybody" in refused(victim, home, "down", "lab")["cause"]
 
 
 # --- groups
@@ -280,7 +280,7 @@ def test_a_group_with_somebody_else_may_not(place: Path, victim: User, attacker:
     try:
         own(home, victim, 0o770, group)
         said = refused(victim, home, "ls")
-        assert f"its group {group}" in said["because"] and said["hint"].startswith(f"chmod g-w {home}")
+        assert f"its group {group}" in said["cause"] and said["hint"].startswith(f"chmod g-w {home}")
     finally:
         subprocess.run(undo, check=True, capture_output=True)
 
@@ -334,7 +334,7 @@ def test_a_directory_for_temporary_files_that_another_user_can_change(
         assert not stolen, "the attacker has the token"
         assert done.returncode == 1, done
         said = four_lines(done.stderr)
-        assert f"{temp} belongs to {attacker.name}" in said["because"] and "TMPDIR" in said["hint"], said
+        assert f"{temp} belongs to {attacker.name}" in said["cause"] and "TMPDIR" in said["hint"], said
         assert not list(temp.glob("*")), "nothing was written there"
     finally:
         thief.kill()
@@ -412,7 +412,7 @@ def test_a_staged_environment_that_another_user_put_into_the_cache(
         cache.chmod(mode)
         done = victim.run(COMMAND, "up", "-f", file, HELIOSTAT_HOME=home)
         assert not proof.exists(), f"the attacker's Python ran as {proof.read_text()}"
-        assert done.returncode == 1 and culprit in four_lines(done.stderr)["because"], done
+        assert done.returncode == 1 and culprit in four_lines(done.stderr)["cause"], done
 
 
 # --- another machine, reached over ssh (here: this one, by the same scripts)

@@ -284,7 +284,7 @@ def test_what_fails_leaves_nothing(lab: Lab, cloud: Cloud) -> None:
     """A machine that can be reached, and not be set up: its own last words are told."""
     broken = {"setup": ["echo there is no licence here; exit 7"]}
     done = lab.heliostat("up", write(lab, cloud, groups={}, nodes=1, environment=broken), env=cloud.env)
-    assert done.rc == 1 and "no licence" in four_lines(done.err)["because"], done.err
+    assert done.rc == 1 and "no licence" in four_lines(done.err)["cause"], done.err
     assert cloud.instances("terminated") and not cloud.left()
 
 

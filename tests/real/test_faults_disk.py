@@ -46,7 +46,7 @@ def test_full_before_it_begins(disk: Path, venv: str) -> None:
     for words in (["up", "--name", "lab", "--venv", venv], ["run", "--name", "lab", "--", "true"]):
         said = refused(heliostat(*words, code=None), 1)
         assert said["error"].startswith(f"could not write `{disk}/clusters/")
-        assert said["because"] == "No space left on device" and "HELIOSTAT_HOME" in said["hint"]
+        assert said["cause"] == "No space left on device" and "HELIOSTAT_HOME" in said["hint"]
         assert not list((disk / "clusters").iterdir())
     assert document("ls", "--all")["clusters"] == []
     ballast.unlink()
@@ -154,7 +154,7 @@ def test_read_only_while_it_runs(disk: Path, venv: str) -> None:
         assert run(*words).returncode == 0, words
     said = refused(run("down", "lab"), 3)
     assert said["error"] == "`lab` is stopped, but its record could not be written"
-    assert said["because"] == "Read-only file system" and said["hint"].endswith("heliostat down lab")
+    assert said["cause"] == "Read-only file system" and said["hint"].endswith("heliostat down lab")
     node.gone()
     assert "lab" in run("ls").stdout
     assert "`lab` is down: 1 node ended" in heliostat("down", "lab").stderr

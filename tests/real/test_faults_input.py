@@ -47,7 +47,7 @@ def test_a_script_that_is_not_there(home: Path, tmp_path: Path, verb: list[str])
     said = refused(heliostat(*verb, "trian.py", "--lr", "0.1", code=None, cwd=tmp_path), 2)
     assert said == {
         "error": "there is no script `trian.py`",
-        "because": f"looked in {tmp_path}",
+        "cause": f"looked in {tmp_path}",
         "hint": "did you mean `train.py`?",
     }
     never_began(home)
@@ -71,7 +71,7 @@ def test_a_script_that_may_not_be_read(home: Path, tmp_path: Path) -> None:
     said = refused(ordinary("run", folder / "secret.py", HELIOSTAT_HOME="/nonexistent/home"), 2)
     assert (
         said["error"] == f"could not read `{folder}/secret.py`"
-        and said["because"].lower() == "permission denied"
+        and said["cause"].lower() == "permission denied"
     )
     said = refused(ordinary("run", folder / "shut" / "train.py", HELIOSTAT_HOME="/nonexistent/home"), 2)
     assert said["error"] == f"could not read `{folder}/shut/train.py`"
@@ -85,7 +85,7 @@ def test_a_file_that_may_not_be_read(home: Path) -> None:
     path.chmod(0o600)
     home.chmod(0o755)
     said = refused(ordinary("up", path, HELIOSTAT_HOME="/nonexistent/home"), 2)
-    assert said["error"] == f"could not read `{path}`" and said["because"] == "Permission denied"
+    assert said["error"] == f"could not read `{path}`" and said["cause"] == "Permission denied"
 
 
 # --- names
@@ -100,7 +100,7 @@ NASTY = [
 @pytest.mark.parametrize("name", NASTY, ids=ascii)
 def test_a_nasty_name_starts_nothing(home: Path, name: str) -> None:
     said = refused(say("up", f"--name={name}"), 2)
-    assert said["error"] == "`name` cannot be used" and "40 characters at most" in said["because"]
+    assert said["error"] == "`name` cannot be used" and "40 characters at most" in said["cause"]
     never_began(home)
 
 
@@ -123,7 +123,7 @@ def test_a_taken_name(home: Path, tmp_path: Path) -> None:
     for words in (["up", "--nodes", "2"], ["run", "--", "true"]):
         said = refused(heliostat(words[0], "--name", "lab", "--venv", venv, *words[1:], code=None), 1)
         assert said["error"] == "the name `lab` is in use"
-        assert "on `local` is ready" in said["because"] and "heliostat down lab" in said["hint"]
+        assert "on `local` is ready" in said["cause"] and "heliostat down lab" in said["hint"]
     heliostat("down", "lab")
 
 
@@ -163,23 +163,23 @@ def test_no_ray_in_the_environment(home: Path, tmp_path: Path) -> None:
     (tmp_path / "heliostat.yaml").write_text(f"environment: {{venv: {venv}}}\n")
     said = refused(heliostat("up", "--name", "lab", code=None, cwd=tmp_path), 1)
     assert said["error"] == "the cluster `lab` did not start"
-    assert said["because"] == f"no Ray in the environment of {venv}/bin/python3" == ended(home)
+    assert said["cause"] == f"no Ray in the environment of {venv}/bin/python3" == ended(home)
     assert "pip install" in said["hint"]
-    assert Path(said["saw"].removeprefix("log: ")).is_dir()
+    assert Path(said["details"].removeprefix("log: ")).is_dir()
 
 
 @pytest.mark.needs_ray
 def test_another_ray_than_asked_for(home: Path) -> None:
     said = refused(heliostat("up", "--ray-version", "2.40.0", code=None), 1)
-    assert "is installed, 2.40.0 is asked for" in said["because"] and "environment" in said["hint"]
-    assert ended(home) == said["because"]
+    assert "is installed, 2.40.0 is asked for" in said["cause"] and "environment" in said["hint"]
+    assert ended(home) == said["cause"]
 
 
 def test_a_ray_without_authentication(home: Path, tmp_path: Path) -> None:
     """Refused before anything starts; with `auth: none` it is the user's own decision, and it starts."""
     venv = fake_ray(tmp_path / "old", "2.40.0")
     said = refused(heliostat("up", "--venv", venv, code=None), 1)
-    assert said["because"] == "Ray 2.40.0 has no authentication (2.52 is the first that does)" == ended(home)
+    assert said["cause"] == "Ray 2.40.0 has no authentication (2.52 is the first that does)" == ended(home)
     assert "security: {auth: none}" in said["hint"]
     assert not list(home.rglob("ray.log"))
     (tmp_path / "heliostat.yaml").write_text("security: {auth: none}\n")
@@ -191,14 +191,14 @@ def test_an_environment_that_is_not_one(home: Path, tmp_path: Path) -> None:
     (tmp_path / "v").mkdir()
     said = refused(heliostat("up", "--venv", tmp_path / "v", code=None), 1)
     assert said["error"] == f"could not make the environment `{tmp_path}/v`"
-    assert "is not a virtual environment: it has no bin/python" in said["because"]
+    assert "is not a virtual environment: it has no bin/python" in said["cause"]
     never_began(home)
 
 
 def test_an_environment_that_cannot_be_made(home: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     said = refused(heliostat("up", "--venv", tmp_path / "file" / "v", code=None), 1)
-    assert said["error"] == f"could not make the environment `{tmp_path}/file/v`" and said["because"]
+    assert said["error"] == f"could not make the environment `{tmp_path}/file/v`" and said["cause"]
     never_began(home)
 
 
@@ -207,13 +207,13 @@ def test_an_environment_that_cannot_be_entered(home: Path, tmp_path: Path) -> No
     (tmp_path / "v" / "bin").mkdir(parents=True)
     (tmp_path / "v" / "bin" / "python").symlink_to(sys.executable)
     said = refused(heliostat("up", "--venv", tmp_path / "v", code=None), 1)
-    assert f"{tmp_path}/v/bin/activate: No such file or directory" in said["because"]
-    assert said["because"] == ended(home)
+    assert f"{tmp_path}/v/bin/activate: No such file or directory" in said["cause"]
+    assert said["cause"] == ended(home)
 
 
 def test_a_setup_line_that_ends_the_script(home: Path, tmp_path: Path) -> None:
     said = refused(heliostat("up", "--setup", "module load cuda/99 || exit 3", code=None), 1)
-    assert "module: command not found" in said["because"] == ended(home)
+    assert "module: command not found" in said["cause"] == ended(home)
 
 
 def test_setup_lines_that_fail_make_noise_and_read(home: Path, tmp_path: Path) -> None:
@@ -257,7 +257,7 @@ def test_every_port_of_the_range_is_taken(home: Path, tmp_path: Path) -> None:
     with taken() as (first, last):
         (tmp_path / "heliostat.yaml").write_text(f"network: {{ports: {first}-{last}}}\n")
         said = refused(heliostat("up", "--venv", fake_ray(tmp_path / "v"), code=None, cwd=tmp_path), 1)
-    assert said["because"] == f"no block of 64 free ports between {first} and {last}" == ended(home)
+    assert said["cause"] == f"no block of 64 free ports between {first} and {last}" == ended(home)
     assert "network.ports" in said["hint"]
 
 
@@ -269,7 +269,7 @@ def test_a_range_that_has_room_for_one_node(home: Path, tmp_path: Path) -> None:
     venv = fake_ray(tmp_path / "v")
     said = refused(heliostat("up", "--name", "lab", "--venv", venv, code=None, cwd=tmp_path), 3)
     assert said["error"] == "`lab` has 1 of the 2 nodes asked for"
-    assert said["because"] == f"w1: no block of 64 free ports between {first} and {last}"
+    assert said["cause"] == f"w1: no block of 64 free ports between {first} and {last}"
     heliostat("down", "lab")
 
 
@@ -305,7 +305,7 @@ def with_shm(size: str, *words: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.needs_tmpfs
 @pytest.mark.parametrize(
-    ("size", "words", "because"),
+    ("size", "words", "cause"),
     [
         ("32M", [], "/dev/shm has 32 MiB free; Ray needs 80 at least"),
         (
@@ -321,10 +321,10 @@ def with_shm(size: str, *words: str) -> subprocess.CompletedProcess[str]:
     ],
 )
 def test_too_little_shared_memory(
-    home: Path, tmp_path: Path, size: str, words: list[str], because: str
+    home: Path, tmp_path: Path, size: str, words: list[str], cause: str
 ) -> None:
     said = refused(with_shm(size, "up", "--venv", str(fake_ray(tmp_path / "v")), *words), 1)
-    assert said["because"] == because == ended(home)
+    assert said["cause"] == cause == ended(home)
     assert "/dev/shm" in said["hint"]
 
 
@@ -340,7 +340,7 @@ def test_a_home_that_may_not_be_written(home: Path) -> None:
     for where in (place, place / "below"):
         said = refused(ordinary("up", HELIOSTAT_HOME=str(where)), 1)
         assert (
-            said["error"].startswith(f"could not write `{where}") and said["because"] == "Permission denied"
+            said["error"].startswith(f"could not write `{where}") and said["cause"] == "Permission denied"
         )
         assert "HELIOSTAT_HOME" in said["hint"]
         for words in (["ls"], ["ls", "--all", "--json"], ["history"]):
@@ -359,7 +359,7 @@ def test_a_read_only_home(home: Path) -> None:
     with small_disk(home / "disk") as disk:
         subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
         said = refused(heliostat("up", code=None, HELIOSTAT_HOME=str(disk)), 1)
-        assert said["because"] == "Read-only file system" and "HELIOSTAT_HOME" in said["hint"]
+        assert said["cause"] == "Read-only file system" and "HELIOSTAT_HOME" in said["hint"]
         assert heliostat("ls", HELIOSTAT_HOME=str(disk)).stdout == ""
 
 
@@ -368,7 +368,7 @@ def test_the_home_is_private(home: Path, tmp_path: Path) -> None:
     said = four_lines(
         heliostat("up", "--venv", make_venv(tmp_path / "bare"), code=1, HELIOSTAT_HOME=str(place)).stderr
     )
-    assert "no Ray" in said["because"]
+    assert "no Ray" in said["cause"]
     assert {stat.S_IMODE(path.stat().st_mode) for path in (place, place / "clusters", place / "history")} == {
         0o700
     }

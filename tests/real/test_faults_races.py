@@ -68,7 +68,7 @@ def test_down_while_up_waits(home: Path, tmp_path: Path, start: Start, up: list[
     until(lambda: is_starting(home), "a start")
     heliostat("down", "lab")
     said = refused(one.end(), 1)
-    assert said["error"] == "`lab` was taken down while it was starting" and said["because"] == "taken down"
+    assert said["error"] == "`lab` was taken down while it was starting" and said["cause"] == "taken down"
 
 
 def test_down_while_run_runs(home: Path, tmp_path: Path, start: Start, venv: str) -> None:
@@ -99,7 +99,7 @@ def test_up_of_two_kinds_at_once(home: Path, start: Start, up: list[str]) -> Non
     ends = [one.end() for one in [start(*up), start(*up, "--cpus-per-node", "1")]]
     assert sorted(done.returncode for done in ends) == [0, 1]
     said = refused(next(done for done in ends if done.returncode), 1)
-    assert said["error"] == "the name `lab` is in use" and said["because"].endswith("with another spec")
+    assert said["error"] == "the name `lab` is in use" and said["cause"].endswith("with another spec")
     heliostat("down", "lab")
 
 

@@ -266,7 +266,7 @@ def test_json_leaves_stdout_to_the_document(program) -> None:
         "submit", "--json", "--wait", NAME, "--", *program("print('hello'); sys.exit(4)"), code=4
     )
     said = json.loads(done.stdout)
-    assert (said["schema"], said["cluster"], said["exit_code"]) == (1, NAME, 4)
+    assert (said["schema"], said["cluster"], said["exit_code"]) == (2, NAME, 4)
     assert "hello\n" in done.stderr
 
 
@@ -292,7 +292,7 @@ def test_jobs(program) -> None:
     done = heliostat("submit", NAME, "--job-id", "listed", "--", "true", code=1)  # an id is taken once
     assert (
         done.stdout == ""
-        and "because: ValueError: Job with submission_id listed already exists" in done.stderr
+        and "cause: ValueError: Job with submission_id listed already exists" in done.stderr
     )
     assert len(done.stderr.splitlines()) <= 4
 

@@ -163,10 +163,10 @@ def test_a_taken_name_is_refused_by_name(pair: Pair, words: list[str]) -> None:
     assert done.stdout == ""
     first, second, third = done.stderr.splitlines()
     assert first == f"error: the name `{NAME}` is in use"
-    assert second.startswith("because: a cluster of that name on `local` is ready")
-    assert third.startswith("hint: ") and f"heliostat down {NAME}" in third
+    assert second.startswith("  cause: a cluster of that name on `local` is ready")
+    assert third.startswith("  hint: ") and f"heliostat down {NAME}" in third
     error = json.loads(heliostat(words[0], "--json", "--name", NAME, *words[1:], code=1).stdout)["error"]
-    assert error["exit_code"] == 1 and NAME in error["what"]
+    assert error["exit_code"] == 1 and NAME in error["message"]
 
 
 # --- looking

@@ -75,7 +75,7 @@ def test_a_worker_machine_loses_power_while_it_starts(lab: Lab, words: list[str]
     gate.unlink()
     assert going.returncode == 3, f"{out}\n{err}"
     said = four_lines(err)
-    assert "has 2 of the 3 nodes" in said["error"] and "w2" in said["because"], err
+    assert "has 2 of the 3 nodes" in said["error"] and "w2" in said["cause"], err
     seen = status(lab)
     assert seen["state"] == "partial" and seen["head"][0] == seen["w1"][0] == "READY"
     lab.boot("n3")
@@ -199,7 +199,7 @@ def test_the_job_is_cancelled_while_it_waits(lab: Lab, words: list[str]) -> None
     assert "held" in status(lab)["head"][1]
     lab.run("scancel", job)
     _out, err = going.communicate(timeout=120)
-    assert going.returncode == 1 and "cancelled" in four_lines(err)["because"], err
+    assert going.returncode == 1 and "cancelled" in four_lines(err)["cause"], err
 
 
 def test_the_job_is_requeued(lab: Lab, words: list[str]) -> None:

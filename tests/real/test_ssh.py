@@ -139,7 +139,7 @@ def test_machines_that_come_later(lab: Lab) -> None:
     ok(lab.heliostat("up", write(lab, hosts=["n1", f"{USER}@n2", {"host": "n3", "labels": {"a": "b"}}])))
     assert status(lab) == {"state": "ready", **dict.fromkeys(("n1", "n2", "n3"), ("READY", ""))}
     done = lab.heliostat("up", write(lab, hosts=["n1", "n3"]))
-    assert done.rc == 1 and "with another spec" in four_lines(done.err)["because"], done.err
+    assert done.rc == 1 and "with another spec" in four_lines(done.err)["cause"], done.err
     ok(lab.heliostat("restart", "lab", "--node", "n3"))
     ok(lab.heliostat("down", "lab"))
 
@@ -185,7 +185,7 @@ def test_an_interrupted_up_is_taken_up(lab: Lab) -> None:
 def test_the_head_is_this_machine(lab: Lab) -> None:
     """Which of its addresses the others know it by, a machine with two of them is told."""
     done = lab.heliostat("up", write(lab, head="this machine", hosts=["n1"]))
-    assert done.rc == 1 and "which network?" in four_lines(done.err)["because"], done.err
+    assert done.rc == 1 and "which network?" in four_lines(done.err)["cause"], done.err
     network = {"interface": f"{NET}.0/24", "patience": "6s"}
     ok(lab.heliostat("up", write(lab, head="this machine", hosts=["n1"], network=network)))
     assert status(lab) == {"state": "ready", "here": ("READY", ""), "n1": ("READY", "")}
@@ -235,7 +235,7 @@ def test_a_machine_that_is_down(lab: Lab) -> None:
     done = lab.heliostat("up", file)
     assert done.rc == 3, done.err
     said = four_lines(done.err)
-    assert "2 of the 3 nodes" in said["error"] and "n2: ssh: connect to host n2" in said["because"], done.err
+    assert "2 of the 3 nodes" in said["error"] and "n2: ssh: connect to host n2" in said["cause"], done.err
     assert status(lab)["state"] == "partial"
     lab.boot("n2")
     wait_for("its sshd", lambda: lab.run("ssh", "n2", "true").rc == 0)
@@ -256,7 +256,7 @@ def test_the_heads_machine_goes_for_good(lab: Lab) -> None:
     for host in ("n2", "n3"):
         wait_for(f"{host} ends by itself", lambda host=host: not lab.left_on(host))
     done = lab.heliostat("down", "lab")
-    assert done.rc == 1 and "n1" in four_lines(done.err)["because"], done.err
+    assert done.rc == 1 and "n1" in four_lines(done.err)["cause"], done.err
     lab.boot("n1")
     wait_for("its sshd", lambda: lab.run("ssh", "n1", "true").rc == 0)
     ok(lab.heliostat("down", "lab"))
@@ -270,7 +270,7 @@ def test_a_cut_cable(lab: Lab) -> None:
     becomes(lab, "n2 is back, or has ended", lambda now: now["n2"][0] in ("READY", "FAILED"))
     lab.cut("n3")
     done = lab.heliostat("down", "lab")
-    assert done.rc == 1 and "n3" in four_lines(done.err)["because"], done.err
+    assert done.rc == 1 and "n3" in four_lines(done.err)["cause"], done.err
     lab.heal("n3")
     ok(lab.heliostat("down", "lab"))
 
@@ -279,7 +279,7 @@ def test_a_machine_that_is_given_up(lab: Lab) -> None:
     ok(lab.heliostat("up", write(lab)))
     lab.cut("n3")
     done = lab.heliostat("down", "lab", "--now")
-    assert done.rc == 3 and "n3" in four_lines(done.err)["because"], done.err
+    assert done.rc == 3 and "n3" in four_lines(done.err)["cause"], done.err
     assert json.loads(ok(lab.heliostat("ls", "--json")).out)["clusters"] == []
     wait_for("n3 ends by itself", lambda: not lab.left_on("n3"))
     lab.heal("n3")
@@ -319,7 +319,7 @@ def test_a_machine_that_cannot_be_used(
     lab: Lab, host: dict[str, Any], more: dict[str, Any], said: str
 ) -> None:
     done = lab.heliostat("up", write(lab, hosts=["n1", host], **more), env=fresh(lab))
-    assert done.rc == 3 and said in four_lines(done.err)["because"], done.err
+    assert done.rc == 3 and said in four_lines(done.err)["cause"], done.err
     ok(lab.heliostat("down", "lab"))
 
 
@@ -340,7 +340,7 @@ def test_an_unknown_and_a_changed_host_key(lab: Lab) -> None:
             "\n".join(line.replace(other, changed) if line.startswith("n2") else line for line in keys) + "\n"
         )
         done = lab.heliostat("up", write(lab), env=env)
-        assert done.rc == 3 and "ssh-keygen -R n2" in four_lines(done.err)["because"], done.err
+        assert done.rc == 3 and "ssh-keygen -R n2" in four_lines(done.err)["cause"], done.err
         ok(lab.heliostat("down", "lab", env=env))
     finally:
         config.write_text(before)
@@ -383,7 +383,7 @@ def test_a_disk_that_is_full(lab: Lab) -> None:
     )
     try:
         done = lab.heliostat("up", write(lab))
-        assert done.rc == 3 and "No space left on device" in four_lines(done.err)["because"], done.err
+        assert done.rc == 3 and "No space left on device" in four_lines(done.err)["cause"], done.err
         ok(lab.heliostat("down", "lab"))
     finally:
         lab.root("n2", "umount", place)
@@ -423,8 +423,8 @@ def test_a_firewall(lab: Lab, host: str, said: str) -> None:
     assert lab.root(host, "nft", rules).rc == 0
     try:
         done = lab.heliostat("up", write(lab, hosts=["n1", "n2"]))
-        because = four_lines(done.err)["because"]
-        assert done.rc == 3 and because.startswith(f"n2: {said}") and "sudo ufw allow from" in because, (
+        cause = four_lines(done.err)["cause"]
+        assert done.rc == 3 and cause.startswith(f"n2: {said}") and "sudo ufw allow from" in cause, (
             done.err
         )
         ok(lab.heliostat("down", "lab"))
@@ -475,6 +475,6 @@ def test_ssh_is_cut_while_it_starts(lab: Lab) -> None:
     gate.write_text("")
     _, err = going.communicate(timeout=300)
     gate.unlink()
-    assert going.returncode == 3 and "n3" in four_lines(err)["because"], err
+    assert going.returncode == 3 and "n3" in four_lines(err)["cause"], err
     lab.heal("n3")
     ok(lab.heliostat("down", "lab"))

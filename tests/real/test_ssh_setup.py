@@ -76,7 +76,7 @@ def setup(lab: Lab, *words: str, rc: int = 0) -> Done:
 def rows(lab: Lab, *words: str, rc: int = 0) -> dict[str, tuple[str, str]]:
     """host -> (Ray, what was done)"""
     said = json.loads(setup(lab, *words, "--json", rc=rc).out)
-    assert said["schema"] == 1 and all(
+    assert said["schema"] == 2 and all(
         set(one) == {"name", "python", "ray", "done", "error"} for one in said["hosts"]
     )
     return {one["name"]: (one["ray"], one["done"]) for one in said["hosts"]}
@@ -122,7 +122,7 @@ def test_requirements_of_the_person_who_types(lab: Lab) -> None:
     assert rows(lab, file) == {"n1": ("2.60.0", "installed")}, "they have changed"
     lab.put("more/base.txt", "tinylib==7\n")
     said = four_lines(setup(lab, file, rc=1).err)
-    assert "tinylib==7" in said["because"] and has(lab, "n1", "ray") == "2.60.0"
+    assert "tinylib==7" in said["cause"] and has(lab, "n1", "ray") == "2.60.0"
 
 
 def test_a_host_that_is_down_and_one_that_refuses(lab: Lab) -> None:
@@ -131,11 +131,11 @@ def test_a_host_that_is_down_and_one_that_refuses(lab: Lab) -> None:
     lab.kill("n2")
     said = setup(lab, write(lab), rc=3)
     words = four_lines(said.err)
-    assert "2 of the 3 hosts" in words["error"] and "could not reach `n2` over ssh" in words["because"]
-    assert "is not a virtual environment: it has no bin/python" in words["because"]
+    assert "2 of the 3 hosts" in words["error"] and "could not reach `n2` over ssh" in words["cause"]
+    assert "is not a virtual environment: it has no bin/python" in words["cause"]
     assert has(lab, "n1", "ray") == "2.60.0"
     words = four_lines(setup(lab, write(lab, ["n2"]), rc=1).err)
-    assert "could not reach" in words["because"]
+    assert "could not reach" in words["cause"]
 
 
 def gated(lab: Lab, host: str) -> None:
@@ -174,7 +174,7 @@ def test_power_fails_half_way(lab: Lab) -> None:
     wait_for("n2 at the gate", (home("n2") / "came").exists)
     lab.kill("n2")
     _, err = going.communicate(timeout=120)
-    assert going.returncode == 3 and "n2" in four_lines(err)["because"], err
+    assert going.returncode == 3 and "n2" in four_lines(err)["cause"], err
     assert (home("n2") / VENV / "bin/activate").exists()
     lab.boot("n2")
     wait_for("its sshd", lambda: lab.run("ssh", "n2", "true").rc == 0)

@@ -63,14 +63,14 @@ def planned(site: str, more: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("site", backends.names())
 @pytest.mark.parametrize(
-    ("more", "saw"),
+    ("more", "details"),
     [
         ("autoscale: {min: 1, max: 3}\n", "`autoscale` of"),
         ("groups: {big: {nodes: 1, min: 0, max: 4}}\n", "`groups.big.max` of"),
     ],
 )
 def test_nodes_by_demand_only_where_somebody_makes_them(
-    site: str, more: str, saw: str, tmp_path: Path
+    site: str, more: str, details: str, tmp_path: Path
 ) -> None:
     if site in DEMAND or (site == "ssh" and "groups" in more):  # where the file lists machines, groups rest
         return planned(site, more, tmp_path)
@@ -78,4 +78,4 @@ def test_nodes_by_demand_only_where_somebody_makes_them(
         planned(site, more, tmp_path)
     error = caught.value
     assert all(f"`{able}`" in error.cause for able in DEMAND) and f"`{site}`" not in error.cause
-    assert error.details.startswith(saw) and "heliostat scale train N" in error.hint
+    assert error.details.startswith(details) and "heliostat scale train N" in error.hint

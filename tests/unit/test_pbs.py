@@ -282,17 +282,17 @@ def test_who_answers_to_the_name(said: list[str], kind: tuple[int, str]) -> None
 
 
 @pytest.mark.parametrize(
-    ("said", "because", "hint"),
+    ("said", "cause", "hint"),
     [(SLURMS, "SLURM's commands", "--on slurm"), (GRID_ENGINE, "Grid Engine's commands", "Grid Engine is no site"),
      ("qstat: unknown option", "qstat --version: qstat: unknown option", "login node")],
 )  # fmt: skip
-def test_others_of_the_same_names_are_refused(said: str, because: str, hint: str) -> None:
+def test_others_of_the_same_names_are_refused(said: str, cause: str, hint: str) -> None:
     says = Pbs(find=(0, f"=== /usr/bin\n{said}", ""))
     with pytest.raises(UsageError) as caught:
         planned(host=says)
-    assert because in caught.value.cause and hint in caught.value.hint
+    assert cause in caught.value.cause and hint in caught.value.hint
     (check,) = BACKEND.checks(None, says)
-    assert check.verdict == "fail" and because in check.found
+    assert check.verdict == "fail" and cause in check.found
 
 
 def test_others_before_pbs_on_the_path() -> None:
@@ -513,7 +513,7 @@ def test_a_group_is_a_job_of_its_own_that_starts_after_the_heads() -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "err", "because", "hint"),
+    ("code", "err", "cause", "hint"),
     [
         (170, "qsub: Unknown queue\n", "Unknown queue (there is no such queue)", "heliostat up --dry-run"),
         (187, "qsub: Unknown resource: ngpus\n", "no such resource", "pbs.gpu in the file"),
@@ -525,11 +525,11 @@ def test_a_group_is_a_job_of_its_own_that_starts_after_the_heads() -> None:
         (127, "sh: 1: qsub: not found\n", "qstat --version: no answer", "login node"),
     ],
 )  # fmt: skip
-def test_a_refusal_in_words(code: int, err: str, because: str, hint: str) -> None:
+def test_a_refusal_in_words(code: int, err: str, cause: str, hint: str) -> None:
     order, plan = planned()
     with pytest.raises(HeliostatError) as caught:
         list(BACKEND.launch(plan, order, Pbs(mine=(0, "", ""), qsub=(code, "", err))))
-    assert because in caught.value.cause and hint in caught.value.hint
+    assert cause in caught.value.cause and hint in caught.value.hint
 
 
 # -- the script

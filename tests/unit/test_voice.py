@@ -600,7 +600,7 @@ def test_what_is_said(person: Person, name: str, monkeypatch: pytest.MonkeyPatch
     assert "\x1b" not in said.out + said.err, "no colour where there is no terminal"
     assert TOKEN not in said.out + said.err and "Traceback" not in said.err
     if "--json" in typed.words and "--" not in typed.words:
-        assert json.loads(said.out)["schema"] == 1
+        assert json.loads(said.out)["schema"] == 2
     if said.code:
         assert len(re.findall("^(error|because|saw|hint): ", said.err, re.M)) <= 4 or "down" in name
     check(name, person.shown(typed.words, said))
@@ -703,8 +703,8 @@ def test_a_script_that_may_not_be_read(person: Person, monkeypatch: pytest.Monke
     said = person.types("run", "train.py")
     assert said.code == 2 and said.err.splitlines() == [
         "error: could not read `train.py`",
-        "because: permission denied",
-        "hint: chmod u+r train.py",
+        "  cause: permission denied",
+        "  hint: chmod u+r train.py",
     ]
 
 
@@ -714,8 +714,8 @@ def test_a_home_that_cannot_be_written(person: Person, monkeypatch: pytest.Monke
     said = person.types("up")
     assert said.code == 1 and said.err.splitlines() == [
         f"error: could not write `{person.place}/file/home`",
-        "because: Not a directory",
-        "hint: set HELIOSTAT_HOME to another folder",
+        "  cause: Not a directory",
+        "  hint: set HELIOSTAT_HOME to another folder",
     ]
     assert person.types("ls").code == 0, "looking works"
 
@@ -733,14 +733,14 @@ def test_a_defect_of_ours_is_no_traceback(person: Person, monkeypatch: pytest.Mo
         and person.plain(said.err).splitlines()
         == [
             "error: heliostat itself failed",
-            "because: RuntimeError: it's broken in two lines",
-            "saw: traceback: HOME/crash-TIME.txt",
-            "hint: the same command with --debug",
+            "  cause: RuntimeError: it's broken in two lines",
+            "  details: traceback: HOME/crash-TIME.txt",
+            "  hint: the same command with --debug",
         ]
     )
     assert "in break_it" in crash.read_text() and crash.stat().st_mode & 0o077 == 0
     assert "Traceback" in person.types("ls", "--debug").err
-    assert json.loads(person.types("ls", "--json").out)["error"]["what"] == "heliostat itself failed"
+    assert json.loads(person.types("ls", "--json").out)["error"]["message"] == "heliostat itself failed"
 
 
 def test_debug_shows_where_an_error_comes_from(person: Person, monkeypatch: pytest.MonkeyPatch) -> None:
