@@ -339,9 +339,7 @@ def test_a_home_that_may_not_be_written(home: Path) -> None:
     home.chmod(0o755)
     for where in (place, place / "below"):
         said = refused(ordinary("up", HELIOSTAT_HOME=str(where)), 1)
-        assert (
-            said["error"].startswith(f"could not write `{where}") and said["cause"] == "Permission denied"
-        )
+        assert said["error"].startswith(f"could not write `{where}") and said["cause"] == "Permission denied"
         assert "HELIOSTAT_HOME" in said["hint"]
         for words in (["ls"], ["ls", "--all", "--json"], ["history"]):
             assert ordinary(*words, HELIOSTAT_HOME=str(where)).returncode == 0

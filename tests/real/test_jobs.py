@@ -291,8 +291,7 @@ def test_jobs(program) -> None:
     assert "listed" in [job["id"] for job in document("status", NAME)["jobs"]]
     done = heliostat("submit", NAME, "--job-id", "listed", "--", "true", code=1)  # an id is taken once
     assert (
-        done.stdout == ""
-        and "cause: ValueError: Job with submission_id listed already exists" in done.stderr
+        done.stdout == "" and "cause: ValueError: Job with submission_id listed already exists" in done.stderr
     )
     assert len(done.stderr.splitlines()) <= 4
 

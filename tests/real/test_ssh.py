@@ -424,9 +424,7 @@ def test_a_firewall(lab: Lab, host: str, said: str) -> None:
     try:
         done = lab.heliostat("up", write(lab, hosts=["n1", "n2"]))
         cause = four_lines(done.err)["cause"]
-        assert done.rc == 3 and cause.startswith(f"n2: {said}") and "sudo ufw allow from" in cause, (
-            done.err
-        )
+        assert done.rc == 3 and cause.startswith(f"n2: {said}") and "sudo ufw allow from" in cause, done.err
         ok(lab.heliostat("down", "lab"))
     finally:
         lab.root(host, "nft", "flush", "ruleset")

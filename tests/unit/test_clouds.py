@@ -298,24 +298,24 @@ class ClientError(Exception):
 
 
 @pytest.mark.parametrize(
-    ("site", "error", "hint"),
+    ("site", "error", "code", "hint"),
     [
-        ("aws", ClientError("Unable to locate credentials"), "aws configure"),
-        ("aws", ClientError("An error occurred (VcpuLimitExceeded): You have requested more"), "higher quota in here"),
-        ("aws", ClientError("(InsufficientInstanceCapacity)"), "another of the `zones`"),
-        ("aws", ClientError('Could not connect to the endpoint URL: "https://ec2.x"'), "is `here` a region of aws"),
-        ("aws", ClientError("User: x is not authorized to perform: iam:CreateRole (AccessDenied)"), "aws.profile"),
-        ("aws", ClientError("(UnauthorizedOperation) You are not authorized"), "ask whoever runs the account"),
-        ("aws", ModuleNotFoundError("No module named 'boto3'"), "pip install 'heliostat[aws]'"),
-        ("gcp", ImportError("The Ray GCP VM launcher requires"), "pip install 'heliostat[gcp]'"),
-        ("gcp", ClientError("DefaultCredentialsError: Your default credentials were not found"), "gcloud auth"),
-        ("azure", ClientError("DefaultAzureCredential failed to retrieve a token"), "az login"),
-        ("azure", ClientError("CredentialUnavailableError: Azure CLI not found on path"), "az login"),
+        ("aws", ClientError("Unable to locate credentials"), "credentials", "aws configure"),
+        ("aws", ClientError("An error occurred (VcpuLimitExceeded): You have requested more"), "quota", "higher quota in here"),
+        ("aws", ClientError("(InsufficientInstanceCapacity)"), "capacity", "another of the `zones`"),
+        ("aws", ClientError('Could not connect to the endpoint URL: "https://ec2.x"'), "region", "is `here` a region of aws"),
+        ("aws", ClientError("User: x is not authorized to perform: iam:CreateRole (AccessDenied)"), "iam", "aws.profile"),
+        ("aws", ClientError("(UnauthorizedOperation) You are not authorized"), "permission", "ask whoever runs the account"),
+        ("aws", ModuleNotFoundError("No module named 'boto3'"), "missing_package", "pip install 'heliostat[aws]'"),
+        ("gcp", ImportError("The Ray GCP VM launcher requires"), "missing_package", "pip install 'heliostat[gcp]'"),
+        ("gcp", ClientError("DefaultCredentialsError: Your default credentials were not found"), "credentials", "gcloud auth"),
+        ("azure", ClientError("DefaultAzureCredential failed to retrieve a token"), "credentials", "az login"),
+        ("azure", ClientError("CredentialUnavailableError: Azure CLI not found on path"), "credentials", "az login"),
     ],
 )  # fmt: skip
-def test_refusals_say_what_to_type(site: str, error: Exception, hint: str) -> None:
+def test_refusals_say_what_to_type(site: str, error: Exception, code: str, hint: str) -> None:
     said = words.explain(error, {"provider": {"type": site, "region": "here"}})
-    assert hint in said["hint"] and str(error)[:20] in said["cause"]
+    assert hint in said["hint"] and str(error)[:20] in said["cause"] and said["code"] == f"cloud.{code}"
 
 
 def test_what_is_behind_an_error_is_told() -> None:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 import yaml
+from pydantic import BaseModel
 
-from heliostat import backends, planning
+from heliostat import backends, config, planning
 from heliostat.config import FILE, LARGEST_FILE, Config, load, schema
 from heliostat.errors import UsageError
+from heliostat.spec import ClusterSpec
 
 SITES = ["local", "slurm", "ssh"]
 
@@ -215,6 +220,115 @@ def test_an_unknown_site_is_told_with_those_there_are(file: Path) -> None:
     error = refused(file, "on: slrum")
     assert error.message == "there is no site `slrum`" and error.hint == "--on slurm"
     assert "local, slurm, ssh" in error.cause and f"{FILE} line 1" in error.cause
+
+
+# -- sentences of our own for what the validator finds
+
+SENTENCES = [
+    ("nodes: many", "nodes", "it must be a whole number, not `many`"),
+    ("nodes: 1.5", "nodes", "it must be a whole number, not `1.5`"),
+    ("nodes: [1]", "nodes", "it must be a whole number, not a list"),
+    ("nodes: .inf", "nodes", "it must be a finite number, not `inf`"),
+    ("nodes: 0", "nodes", "it must be at least 1, not `0`"),
+    ("nodes: 10001", "nodes", "it must be at most 10000, not `10001`"),
+    (f"nodes: '{'9' * 5000}'", "nodes", f"it must be a smaller number, not `{'9' * 80}`"),
+    ("memory_per_node: 0", "memory_per_node", "it must be more than 0, not `0`"),
+    ("memory_per_node: [1]", "memory_per_node", "it must be a whole number, not a list"),
+    ("on: [local]", "on", "it must be text, not a list"),
+    ("on:", "on", "it must be text, not `null`"),
+    ("head: {work: perhaps}", "head.work", "it must be true or false, not `perhaps`"),
+    ("head: {work: [1]}", "head.work", "it must be true or false, not a list"),
+    ("idle: 60m", "idle", "it must be a table of keys, not `60m`"),
+    ("labels: [a]", "labels", "it must be a table of keys, not a list"),
+    ("groups: {gpu: 3}", "groups.gpu", "it must be a table of keys, not `3`"),
+    ("environment: {setup: module load cuda}", "environment.setup", "it must be a list, not `module load cuda`"),
+    ("environment: {stage: remote}", "environment.stage", "it must be `local`, not `remote`"),
+    ("security: {auth: yes}", "security.auth", "it must be `token` or `none`, not `true`"),
+    ("hosts: [{host: ''}]", "hosts.0.host", "it must be text of 1 or more characters, not ``"),
+    ("groups: {gpu: {resources: {x: {}}}}", "groups.gpu.resources.x", "it must be a number, not a table of keys"),
+    ("groups: {gpu: {resources: {x: y}}}", "groups.gpu.resources.x", "it must be a number, not `y`"),
+    ("groups: {a b: {}}", "groups.a b", "`a b` is not a name: "),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "key", "sentence"), SENTENCES, ids=[text[:40] for text, *_ in SENTENCES])
+def test_a_wrong_value_is_told_in_our_own_sentence(file: Path, text: str, key: str, sentence: str) -> None:
+    error = refused(file, text)
+    assert (error.message, error.code) == (f"`{key}` cannot be used", "usage.invalid_value")
+    assert error.cause.startswith(sentence) and error.cause.endswith(f" (from {FILE} line 1)")
+
+
+def test_a_key_that_is_missing(file: Path) -> None:
+    error = refused(file, "autoscale: {min: 1}")
+    assert (error.message, error.code) == ("`autoscale.max` is missing", "usage.missing_key")
+
+
+@pytest.mark.parametrize(
+    ("table", "key", "sentence"),
+    [
+        ("slurm: {time: [1]}", "slurm.time", "it must be text or a whole number, not a list"),
+        ("slurm: {extra: --exclusive}", "slurm.extra", "it must be a list, not `--exclusive`"),
+        ("slurm: {requeue: maybe}", "slurm.requeue", "it must be true or false, not `maybe`"),
+        ("kubernetes: {volumes: [3]}", "kubernetes.volumes.0", "it must be text or a table of keys, not `3`"),
+        ("kubernetes: {labels: {str: []}}", "kubernetes.labels.str", "it must be text, not a list"),
+    ],
+)
+def test_a_wrong_value_of_a_sites_table(file: Path, table: str, key: str, sentence: str) -> None:
+    file.write_text(f"on: {key.partition('.')[0]}\n{table}\n")
+    spec = load(backends.names(), file=file, environ={}).spec
+    with pytest.raises(UsageError) as caught:
+        planning.site_options(spec)
+    assert (caught.value.message, caught.value.cause) == (f"`{key}` cannot be used", sentence)
+
+
+HOSTILE: list[Any] = [
+    None, True, "x", "", 0, -1, 3.5, float("inf"), float("nan"), 10**30, "9" * 5000, "9" * 5000 + "-" + "9" * 5000, "9" * 5000 + ":00:00",
+    "\ud800", "a\0b", b"x", [], [None], [[]], [1], ["a", {}], {}, {"a": 1}, {"a": []}, {"a": None}, {"a b": {}}, {"": {}}, {1: 2},
+]  # fmt: skip
+# of pydantic and of Python
+THEIRS = re.compile(
+    r"Input|should|valid |pydantic|Error|unable to|Exceeds|keyword|instance of|surrogate|not valid here"
+)
+
+
+def _every_key(model: type[BaseModel], path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    for name, field in model.model_fields.items():
+        yield (*path, name)
+        inside: tuple[str | int, ...] = ()
+        inside = (
+            ("g",) if "dict" in str(field.annotation) else (0,) if "tuple" in str(field.annotation) else ()
+        )
+        for inner in config._models(field.annotation):
+            yield from _every_key(inner, (*path, name, *inside))
+
+
+def _nested(path: tuple[str | int, ...], value: Any) -> Any:
+    for part in reversed(path):
+        value = [value] if part == 0 else {part: value}
+    return value
+
+
+def _is_ours(error: UsageError) -> bool:
+    return bool(error.message) and not THEIRS.search(f"{error.message} {error.cause} {error.hint}")
+
+
+@pytest.mark.parametrize("path", list(_every_key(ClusterSpec)), ids=lambda path: ".".join(map(str, path)))
+def test_no_wording_of_the_validator_reaches_a_user(path: tuple[str | int, ...]) -> None:
+    for value in HOSTILE:
+        try:
+            config.check(_nested(path, value), {}, SITES)
+        except UsageError as error:
+            assert _is_ours(error), (value, error.fields())
+
+
+@pytest.mark.parametrize("site", backends.names())
+def test_no_wording_of_the_validator_reaches_a_user_of_a_sites_table(site: str) -> None:
+    for field in fields(backends.load(site).Options):
+        for value in HOSTILE:
+            try:
+                planning.site_options(ClusterSpec(on=site, sites={site: {field.name: value}}))
+            except UsageError as error:
+                assert _is_ours(error), (value, error.fields())
 
 
 # -- values that YAML reads in ways nobody means

@@ -185,6 +185,7 @@ def test_401_nobody_knows_us(api: kube.Api) -> None:
     error = api.said_no("GET", CLUSTERS, 401, status(401, "Unauthorized", "Unauthorized"))
     assert isinstance(error, Refused) and "does not know you" in error.message
     assert (error.cause, error.details) == ("Unauthorized", api.server)
+    assert error.code == "kubernetes.unauthorized"
 
 
 def test_403_of_a_role(api: kube.Api) -> None:
@@ -195,7 +196,7 @@ def test_403_of_a_role(api: kube.Api) -> None:
     error = api.said_no(
         "POST", CLUSTERS, 403, status(403, "Forbidden", words, group="ray.io", kind="rayclusters")
     )
-    assert isinstance(error, Refused)
+    assert isinstance(error, Refused) and error.code == "kubernetes.rbac_forbidden"
     assert error.message == "your role may not create `rayclusters` in the namespace `team`"
     assert error.cause == words and yaml.safe_load(error.attachment)["metadata"]["namespace"] == "team"
 
@@ -215,12 +216,15 @@ def test_403_of_a_quota(api: kube.Api) -> None:
     )
     error = api.said_no("POST", CLUSTERS, 403, status(403, "Forbidden", words))
     assert (error.message, error.cause, error.attachment) == ("Kubernetes said no", words, "")
+    assert error.code == "kubernetes.quota"
+    webhook = status(403, "Forbidden", 'admission webhook "x" denied the request')
+    assert api.said_no("POST", CLUSTERS, 403, webhook).code == "kubernetes.admission"
 
 
 def test_404_of_the_group_and_of_an_object(api: kube.Api) -> None:
     unknown = api.said_no("GET", CLUSTERS, 404, b"404 page not found\n")
     assert "KubeRay is not installed" in unknown.message and "kubectl create -k" in unknown.hint
-    assert not isinstance(unknown, kube.NotThere)
+    assert not isinstance(unknown, kube.NotThere) and unknown.code == "kubernetes.no_kuberay"
     words = 'rayclusters.ray.io "lab" not found'
     gone = api.said_no("GET", f"{CLUSTERS}/lab", 404, status(404, "NotFound", words, name="lab"))
     assert isinstance(gone, kube.NotThere) and gone.cause == words
@@ -231,7 +235,7 @@ def test_404_of_the_group_and_of_an_object(api: kube.Api) -> None:
 def test_409(api: kube.Api) -> None:
     words = 'rayclusters.ray.io "lab" already exists'
     error = api.said_no("POST", CLUSTERS, 409, status(409, "AlreadyExists", words, name="lab"))
-    assert isinstance(error, kube.InTheWay) and error.cause == words
+    assert isinstance(error, kube.InTheWay) and error.cause == words and error.code == "kubernetes.conflict"
 
 
 @pytest.mark.parametrize(
@@ -245,6 +249,7 @@ def test_409(api: kube.Api) -> None:
 def test_what_was_sent_is_refused_in_the_servers_words(api: kube.Api, code: int, words: str) -> None:
     error = api.said_no("POST", CLUSTERS, code, status(code, "Invalid", words))
     assert type(error) is (kube.Invalid if code == 422 else Refused)
+    assert error.code == f"kubernetes.{'invalid_object' if code == 422 else 'rejected'}"
     assert error.cause == words and error.details == f"POST {CLUSTERS} answered {code}"
 
 

@@ -513,23 +513,23 @@ def test_a_group_is_a_job_of_its_own_that_starts_after_the_heads() -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "err", "cause", "hint"),
+    ("code", "ours", "err", "cause", "hint"),
     [
-        (170, "qsub: Unknown queue\n", "Unknown queue (there is no such queue)", "heliostat up --dry-run"),
-        (187, "qsub: Unknown resource: ngpus\n", "no such resource", "pbs.gpu in the file"),
-        (187, "qsub: Unknown resource: foo\n", "no such resource", "no resource `foo`"),
-        (175, "qsub: Bad UID for job execution\n", "may not submit from this host", "not as root"),
-        (5, 'qsub: "-lresource=" cannot be used with "select" or "place", resource is: ncpus\n', "resource is: ncpus (", "-l select="),
-        (2, "qsub: illegal -N value\nusage: qsub\n", "usage: qsub", "man qsub"),
-        (1, "qsub: script contains cr, lf\n", "qsub: script contains cr, lf", "--dry-run"),
-        (127, "sh: 1: qsub: not found\n", "qstat --version: no answer", "login node"),
+        (170, "pbs.invalid_queue", "qsub: Unknown queue\n", "Unknown queue (there is no such queue)", "heliostat up --dry-run"),
+        (187, "pbs.unknown_resource", "qsub: Unknown resource: ngpus\n", "no such resource", "pbs.gpu in the file"),
+        (187, "pbs.unknown_resource", "qsub: Unknown resource: foo\n", "no such resource", "no resource `foo`"),
+        (175, "pbs.access_denied", "qsub: Bad UID for job execution\n", "may not submit from this host", "not as root"),
+        (5, "pbs.invalid_select", 'qsub: "-lresource=" cannot be used with "select" or "place", resource is: ncpus\n', "resource is: ncpus (", "-l select="),
+        (2, "pbs.invalid_option", "qsub: illegal -N value\nusage: qsub\n", "usage: qsub", "man qsub"),
+        (1, "pbs.rejected", "qsub: script contains cr, lf\n", "qsub: script contains cr, lf", "--dry-run"),
+        (127, "pbs.not_installed", "sh: 1: qsub: not found\n", "qstat --version: no answer", "login node"),
     ],
 )  # fmt: skip
-def test_a_refusal_in_words(code: int, err: str, cause: str, hint: str) -> None:
+def test_a_refusal_in_words(code: int, ours: str, err: str, cause: str, hint: str) -> None:
     order, plan = planned()
     with pytest.raises(HeliostatError) as caught:
         list(BACKEND.launch(plan, order, Pbs(mine=(0, "", ""), qsub=(code, "", err))))
-    assert cause in caught.value.cause and hint in caught.value.hint
+    assert cause in caught.value.cause and hint in caught.value.hint and caught.value.code == ours
 
 
 # -- the script

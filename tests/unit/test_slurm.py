@@ -18,7 +18,7 @@ from heliostat import config, planning
 from heliostat.backends import _batch, _slurm_words, slurm
 from heliostat.backends.base import Handle, Observation, Order, Plan
 from heliostat.cli import join, native, run, up
-from heliostat.errors import DeadlineError, HeliostatError, UsageError
+from heliostat.errors import Code, DeadlineError, HeliostatError, UsageError
 from heliostat.script import directive
 from heliostat.spec import ClusterSpec
 from heliostat.states import NodeState
@@ -504,3 +504,48 @@ def test_export_is_ours() -> None:
     with pytest.raises(HeliostatError, match="`--export` is set by Heliostat") as caught:
         planned(slurm={"extra": ["--export=NONE"]})
     assert caught.value.hint == "environment.env"
+
+
+# -- rejections
+
+# what sbatch of Slurm 20.11 to 25 prints, after `sbatch: error: `
+REJECTIONS = [
+    ("Batch job submission failed: Invalid account or account/partition combination specified", Code.SLURM_INVALID_ACCOUNT, "your accounts: phys; bio"),
+    ("invalid partition specified: nosuch", Code.SLURM_INVALID_PARTITION, "partitions here: debug; long"),
+    ("Batch job submission failed: Required partition not available (inactive or drain)", Code.SLURM_PARTITION_DOWN, "sinfo"),
+    ("Batch job submission failed: Invalid qos specification", Code.SLURM_INVALID_QOS, "QOS here: phys; bio"),
+    ("Batch job submission failed: Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)",
+     Code.SLURM_JOB_LIMIT, "squeue --me"),
+    ("Batch job submission failed: Requested time limit is invalid (missing or exceeds some limit)", Code.SLURM_TIME_LIMIT, "limits: "),
+    ("Batch job submission failed: Node count specification invalid", Code.SLURM_NODE_COUNT, "sinfo -o"),
+    ("Batch job submission failed: Requested node configuration is not available", Code.SLURM_NODE_CONFIGURATION, "sinfo -o"),
+    ("Memory specification can not be satisfied", Code.SLURM_NODE_CONFIGURATION, "sinfo -o"),
+    ("Batch job submission failed: Invalid generic resource (gres) specification", Code.SLURM_INVALID_GRES, "%G"),
+    ("Batch job submission failed: Invalid feature specification", Code.SLURM_INVALID_FEATURE, "%f"),
+    ("Batch job submission failed: Requested reservation is invalid", Code.SLURM_INVALID_RESERVATION, "scontrol show reservation"),
+    ("Batch job submission failed: User's group not permitted to use this partition", Code.SLURM_ACCESS_DENIED, "--dry-run"),
+    ("Batch job submission failed: Invalid job array specification", Code.SLURM_ARRAY, "heliostat join"),
+    ("Batch job submission failed: The bank is closed", Code.SLURM_REJECTED, "--dry-run"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "code", "hint"), REJECTIONS)
+def test_a_rejection_has_a_code_and_a_hint(words: str, code: Code, hint: str) -> None:
+    order, plan = planned()
+    says = Scheduler(
+        sbatch=(1, "", f"sbatch: error: {words}\n"), squeue=(0, "", ""), id=(0, "ann\n", ""),
+        sinfo=(0, "debug\nlong\n", ""), sacctmgr=(0, "phys\nbio\n", ""),
+    )  # fmt: skip
+    with pytest.raises(HeliostatError) as caught:
+        list(BACKEND.launch(plan, order, says))
+    error = caught.value
+    assert error.code is code and words in error.cause and hint in error.hint and error.exit_code == 1
+
+
+def test_an_option_that_sbatch_does_not_know() -> None:
+    assert _slurm_words.rejection("sbatch: unrecognized option '--accuont=x'") is Code.SLURM_INVALID_OPTION
+
+
+def test_every_code_of_a_rejection_is_tried_above() -> None:
+    tried = {code for _, code, _ in REJECTIONS} | {Code.SLURM_INVALID_OPTION, Code.SLURM_UNREACHABLE}
+    assert {code for _, code in _slurm_words.REJECTIONS} < tried

@@ -81,28 +81,46 @@ def test_what_a_login_shell_prints_is_cut_off(far: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "hint"),
+    ("said", "code", "hint"),
     [
-        ("@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @", "ssh-keygen -R login"),
-        ("Host key verification failed.", "compare the key"),
-        ("ann@login: Permission denied (publickey,password).", "ssh-add your key"),
-        ("ssh: Could not resolve hostname login: Name or service not known", "ssh -G login"),
-        ("ssh: connect to host login port 22: Connection refused", "does an ssh server run there"),
-        ("ssh: connect to host login port 22: Connection timed out", "can this machine reach it"),
-        ("kex_exchange_identification: read: Connection reset by peer", "ssh login"),
+        ("@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @", "ssh.host_key", "ssh-keygen -R login"),
+        ("Host key verification failed.", "ssh.host_key", "compare the key"),
+        ("ann@login: Permission denied (publickey,password).", "ssh.authentication", "ssh-add your key"),
+        (
+            "ssh: Could not resolve hostname login: Name or service not known",
+            "ssh.unknown_host",
+            "ssh -G login",
+        ),
+        (
+            "ssh: connect to host login port 22: Connection refused",
+            "ssh.unreachable",
+            "does an ssh server run there",
+        ),
+        (
+            "ssh: connect to host login port 22: Connection timed out",
+            "ssh.unreachable",
+            "can this machine reach it",
+        ),
+        ("kex_exchange_identification: read: Connection reset by peer", "ssh.failed", "ssh login"),
+        (
+            "ssh: connect to host login port 22: No route to host",
+            "ssh.unreachable",
+            "can this machine reach it",
+        ),
+        ("config: line 3: Bad configuration option: hots", "ssh.configuration", "ssh -G login"),
     ],
 )
-def test_a_host_that_lets_nobody_in(far: Path, said: str, hint: str) -> None:
+def test_a_host_that_lets_nobody_in(far: Path, said: str, code: str, hint: str) -> None:
     (far / "refusal").write_text(f"banner\n{said}\n")
     with pytest.raises(HeliostatError) as caught:
         Ssh("login").run(["true"], timeout=30)
     assert caught.value.message == "could not reach `login` over ssh"
-    assert caught.value.cause == said and hint in caught.value.hint
+    assert caught.value.cause == said and hint in caught.value.hint and caught.value.code == code
 
 
 def test_each_hint_is_tried_above() -> None:
     (rows,) = [mark.args[1] for mark in test_a_host_that_lets_nobody_in.pytestmark]  # type: ignore[attr-defined]
-    assert all(any(word in said.lower() for said, _ in rows) for word in HINTS)
+    assert all(any(word in said.lower() for said, *_ in rows) for word in HINTS)
 
 
 def test_one_object_a_machine() -> None:

@@ -123,7 +123,7 @@ def test_names_that_no_cluster_has(store: Store, folder: ClusterFolder, name: st
     assert store.find(name) is None
     with pytest.raises(NotFoundError) as caught:
         store.open(name)
-    assert caught.value.cause == "clusters here: lab" and caught.value.exit_code == 5
+    assert caught.value.cause == "clusters here: lab" and caught.value.code == "not_found.cluster"
 
 
 def test_a_native_id_names_its_cluster(store: Store, folder: ClusterFolder, make_record: Make) -> None:
@@ -390,7 +390,7 @@ def test_a_full_disk(small_disk: Path, make_record: Make) -> None:
     ):
         with pytest.raises(HeliostatError, match="could not write") as caught:
             act()
-        assert caught.value.cause == "No space left on device"
+        assert caught.value.cause == "No space left on device" and caught.value.code == "disk.full"
         assert caught.value.hint.startswith("free some space there, or set HELIOSTAT_HOME")
     assert folder.record() == before, "what was there is whole"
     assert os.listdir(store.clusters) == ["lab"], "no draft is left"

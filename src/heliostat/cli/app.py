@@ -144,7 +144,8 @@ def _usage(error: click.UsageError) -> UsageError:
         near = difflib.get_close_matches(error.option_name, known, n=1)
         hint = f"did you mean `{near[0]}`?" if near else f"{path} --help"
         return UsageError(words, hint=hint, code=Code.USAGE_UNKNOWN_OPTION)
-    return UsageError(words, hint=f"{path} --help")
+    is_value = isinstance(error, click.BadParameter) and not isinstance(error, click.MissingParameter)
+    return UsageError(words, hint=f"{path} --help", code=Code.USAGE_INVALID_VALUE if is_value else None)
 
 
 def _defect(error: Exception, debug: bool) -> HeliostatError:
