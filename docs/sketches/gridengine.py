@@ -111,8 +111,8 @@ class GridEngine(_batch.Batch):
 
     def plan(self, order: Order) -> Plan:
         if order.spec.kinds:
-            because = "Grid Engine can hold a job until another has ended, not until it has begun"
-            raise UsageError("`groups` cannot be used on `gridengine`", cause=because)
+            cause = "Grid Engine can hold a job until another has ended, not until it has begun"
+            raise UsageError("`groups` cannot be used on `gridengine`", cause=cause)
         return self._job(order)
 
     def _job(self, order: Order) -> Plan:
@@ -164,7 +164,9 @@ class GridEngine(_batch.Batch):
         if done.code == 0 and done.out.strip():
             return done.out.split()[-1]
         what = f"Grid Engine did not take the job of `{order.spec.cluster_name}`"
-        raise _batch.refused(done, what, "heliostat up --dry-run shows the script; heliostat doctor")
+        raise _batch.refused(
+            done, what, "gridengine.rejected", "heliostat up --dry-run shows the script; heliostat doctor"
+        )
 
     # -- looking
 

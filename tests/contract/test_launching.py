@@ -97,7 +97,7 @@ def test_a_cluster_is_ended_while_it_is_launched(world: World, monkeypatch: pyte
     finally:
         gate.go.set()
     error, view = going.end(), ended.end()
-    assert isinstance(error, HeliostatError) and "was taken down while it was starting" in error.what
+    assert isinstance(error, HeliostatError) and "was taken down while it was starting" in error.message
     assert not isinstance(view, Exception) and view.record.is_over()
     assert world.store.names() == [] and world.running() == []
 
@@ -115,7 +115,7 @@ def test_what_can_no_longer_be_recorded_is_cancelled(world: World, monkeypatch: 
     finally:
         gate.go.set()
     error = going.end()
-    assert isinstance(error, HeliostatError) and "was taken down while it was starting" in error.what
+    assert isinstance(error, HeliostatError) and "was taken down while it was starting" in error.message
     assert world.running() == []
 
 
