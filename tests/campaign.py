@@ -22,7 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from lab import USER, Lab, missing, wait_for
+from lab import USER, Done, Lab, missing, wait_for
 from real.faults import fake_ray
 
 HOSTS = ("n1", "n2", "n3")
@@ -65,6 +65,7 @@ class Round:
     left: list[str] = field(default_factory=list)  # directories that wait for the next agent on their host
     leaked: list[str] = field(default_factory=list)  # what nothing removes
     failed: list[str] = field(default_factory=list)  # commands that did not end as they should
+    reused_id: bool = False  # Slurm gave its job the id of an earlier cluster's
 
 
 def processes(lab: Lab, host: str) -> list[Process]:
@@ -210,6 +211,14 @@ class Runner:
         self.finish(done)
         return done
 
+    def run_counted(self, seed: int, per_round: tuple[int, int], say: Callable[[str], None]) -> Round:
+        """One round; once more where Slurm's reuse of a job id may have been the cause of a failure."""
+        done = self.run(seed, per_round)
+        if done.reused_id and (done.leaked or done.failed):
+            say(f"seed {seed}: not counted, because its job has the id of an earlier one: {done}")
+            done = self.run(seed, per_round)
+        return done
+
     def inject(self, faults: Iterable[Fault], done: Round, repairs: list[tuple[float, Fault]]) -> None:
         began = time.monotonic()
         for fault in faults:
@@ -255,6 +264,7 @@ class Runner:
             daemon(self.lab, host)
         self.lab.ready()
         self.end(done)
+        done.reused_id = has_reused_id(self.lab.home)
         self.settle(done)
 
     def end(self, done: Round) -> None:
@@ -283,14 +293,23 @@ class Runner:
         done.leaked += living
         done.left = self.directories()
         if done.left and not living:
-            next_up = self.lab.heliostat("up", *self.words, timeout=COMMAND_S)
-            self.lab.heliostat("down", "lab", timeout=COMMAND_S)
+            next_up = self.next_cluster()
+            if has_reused_id(
+                self.lab.home
+            ):  # slurmd may have killed its agents with those of the earlier job
+                next_up = self.next_cluster()
             if next_up.rc:  # then it did not come to every host
                 done.failed.append(f"the next `up` ended with {next_up.rc}: {next_up.err[-600:]}")
-            wait_or_not(lambda: not (self.living() or self.directories()), 30)
             done.leaked += self.directories()
         if done.leaked:
             self.clear()
+
+    def next_cluster(self) -> Done:
+        """Starts and ends one more cluster on every host; returns what its `up` printed."""
+        done = self.lab.heliostat("up", *self.words, timeout=COMMAND_S)
+        self.lab.heliostat("down", "lab", timeout=COMMAND_S)
+        wait_or_not(lambda: not (self.living() or self.directories()), 30)
+        return done
 
     def living(self) -> list[str]:
         """What should have ended: processes, jobs, records, tokens of the record."""
@@ -323,6 +342,14 @@ class Runner:
             self.lab.heliostat("down", name, "--now", timeout=COMMAND_S)
 
 
+def has_reused_id(home: Path) -> bool:
+    """Whether the newest cluster's job has the id of an earlier cluster's. A slurmctld that is killed loses the jobs that it had not
+    saved and gives their ids away again; slurmd then kills the tasks of both."""
+    found = [json.loads(path.read_text()) for path in home.glob(".heliostat/history/*/record.json")]
+    ids = [{h["native_id"] for h in one["handles"]} for one in sorted(found, key=lambda one: one["created"])]
+    return bool(ids) and any(ids[-1] & earlier for earlier in ids[:-1])
+
+
 def wait_or_not(check: Callable[[], object], seconds: float) -> None:
     try:
         wait_for("it", check, seconds)
@@ -347,7 +374,7 @@ def campaign(
     runner = Runner(lab)
     rounds: list[Round] = []
     while sum(len(one.injected) for one in rounds) < faults and len(rounds) < 3 * faults:
-        done = runner.run(seed + len(rounds), per_round)
+        done = runner.run_counted(seed + len(rounds), per_round, say)
         rounds.append(done)
         say(f"seed {done.seed}: {'; '.join(map(str, done.injected)) or 'no fault'}")
         for what, found in (("left", done.left), ("LEAKED", done.leaked), ("FAILED", done.failed)):

@@ -13,6 +13,7 @@ from heliostat.errors import Code, HeliostatError, UsageError
 from heliostat.events import Emit
 from heliostat.jobs import Jobs
 from heliostat.lifecycle import Lifecycle
+from heliostat.limits import MOST_WORKERS
 from heliostat.rayapi import FINAL
 from heliostat.spec import ClusterSpec
 
@@ -20,9 +21,6 @@ if TYPE_CHECKING:
     from heliostat.advice import Advice
     from heliostat.rayapi import RayApi
     from heliostat.sizing import Sizing
-
-
-MOST_WORKERS = 100_000  # as for `heliostat scale`
 
 
 class Job:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from heliostat import backends, config, environment, planning
 from heliostat.backends.base import Handle
-from heliostat.errors import HeliostatError, NotFoundError, UsageError
+from heliostat.errors import DeadlineError, HeliostatError, NotFoundError, UsageError
 from heliostat.events import Event
-from heliostat.lifecycle import POLL_S, Lifecycle, in_words
+from heliostat.lifecycle import POLL_S, Lifecycle, StartClock, in_words
 from heliostat.looking import RESTARTED, SCALED, View, command_of, make_move
 from heliostat.spec import ClusterSpec, Member, members, worker_members
 from heliostat.spec import hosts as all_hosts
@@ -38,6 +38,7 @@ def scale(
     view = life.find(name)
     life.must_be_up(view)
     folder, spec = view.folder, planning.spec_of(view.record)
+    _check_total(view.record, workers + 1)
     if life.platform(view.record):
         return _resize(life, view, spec, workers, group, wait_timeout_s)
     if group and not spec.kinds:
@@ -76,6 +77,15 @@ def scale(
         _let_go(life, folder, record, [node.name for node in leaving])
     life.launch_missing(folder)
     return life.settle(folder, wait_timeout_s)
+
+
+def _check_total(record: Record, nodes: int) -> None:
+    """Raises UsageError before anything is written."""
+    most = backends.load(record.site).most_nodes
+    if nodes > most:
+        raise UsageError(
+            f"`{record.name}` cannot have {nodes} nodes", because=f"{most} are the most on `{record.site}`"
+        )
 
 
 def _resize(
@@ -239,6 +249,7 @@ def join(life: Lifecycle, name: str, spec: ClusterSpec, command: dict[str, Any] 
     environment.pack(spec, life.store, life.emit)
     with folder.lease():
         record = folder.record()
+        _check_total(record, len(record.nodes) + spec.nodes)
         spec = spec.model_copy(update={"security": planning.spec_of(record).security})
         record.joins += 1
         record.launches += 1
@@ -272,8 +283,13 @@ def _guest(member: Member, name: str) -> Member:
     return member.model_copy(update={"name": name})
 
 
-def settle_join(life: Lifecycle, folder: ClusterFolder, guest: str) -> View:
-    """Until the nodes of this join are alive, or their command has begun."""
+def settle_join(
+    life: Lifecycle, folder: ClusterFolder, guest: str, wait_timeout_s: float | None = None
+) -> View:
+    """Until the nodes of this join are alive, or their command has begun. Where that takes too long they leave.
+
+    wait_timeout_s: a limit for the wait, queues included."""
+    clock = StartClock(wait_timeout_s)
     while True:
         view = life.look(folder)
         nodes = [n for n in view.record.nodes.values() if n.guest == guest]
@@ -289,6 +305,16 @@ def settle_join(life: Lifecycle, folder: ClusterFolder, guest: str) -> View:
                 cause=reason[:400],
                 details=f"log: {folder.logs / (bad[0].name if bad else guest)}",
                 hint=f"heliostat logs {view.record.name} {bad[0].name if bad else ''}".strip(),
+            )
+        if overdue := clock.overdue(nodes):
+            waiting = ", ".join(
+                f"{n.name} {n.state} {n.reason}".strip() for n in nodes if n.state is not N.READY
+            )
+            leave(life, folder, guest)
+            raise DeadlineError(
+                f"the nodes of `{guest}` did not join `{view.record.name}`",
+                because=f"{overdue}: {waiting}"[:400],
+                hint=f"the nodes were released; heliostat status {view.record.name}",
             )
         life.emit(Event("progress", in_words(nodes)))
         time.sleep(POLL_S)

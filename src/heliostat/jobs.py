@@ -447,6 +447,7 @@ class Jobs:
         write: Callable[[str, bytes], None],
         *,
         wait: bool = True,
+        wait_timeout_s: float | None = None,
     ) -> tuple[str, int]:
         """Adds nodes to a running cluster: (the join's id, the exit code of its command, or 0)."""
         from heliostat import growth
@@ -456,7 +457,7 @@ class Jobs:
             return guest, 0
         tail = Tail(self.life.host, view.folder, write, guest)
         try:
-            growth.settle_join(self.life, view.folder, guest)
+            growth.settle_join(self.life, view.folder, guest, wait_timeout_s)
             if command is None:
                 return guest, 0
             code = self._follow(view.folder, tail)

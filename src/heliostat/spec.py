@@ -17,6 +17,7 @@ from pydantic import (
     model_validator,
 )
 
+from heliostat.limits import MOST_NODES
 from heliostat.units import format_bytes, parse_bytes, parse_duration, parse_walltime, parse_window
 
 NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9-]{0,39}$")
@@ -32,7 +33,6 @@ RAYS_RESOURCES = {
     "object_store_memory": "object_store",
     "node:__internal_head__": "",
 }
-MOST_NODES = 10_000  # of a cluster; Ray is known to work with a few thousand
 MOST_OF_A_RESOURCE = 100 * 10**12
 DEFAULT_RAY = "2.60.0"  # what set-up installs where the file names no version
 HERE = ("this machine", "localhost")  # no ssh to the machine that one is on

@@ -12,6 +12,7 @@ from contract.worlds import BatchWorld, World
 from heliostat import growth, lifecycle
 from heliostat.errors import DeadlineError
 from heliostat.events import Event
+from heliostat.jobs import Jobs
 from heliostat.lifecycle import Lifecycle
 from heliostat.looking import View
 from heliostat.states import NodeState
@@ -157,3 +158,17 @@ def test_a_limit_for_the_wait_of_a_run(batch: BatchWorld, clock: Clock) -> None:
             batch.spec(**GROUP), command=BEHAVES_AS_RUN, wait_timeout_s=1800
         )
     assert batch.store.names() == [] and batch.running() == []
+
+
+@pytest.mark.parametrize("command", [None, {"argv": ["true"], "text": "true", "cwd": "/"}])
+def test_a_limit_for_the_wait_of_a_join(batch: BatchWorld, command: dict[str, object] | None) -> None:
+    """The queued job is cancelled; the cluster has what it had before, and the next join gets its nodes."""
+    batch.life().up(batch.spec(nodes=1))
+    batch.queue_job(SECOND)
+    with pytest.raises(DeadlineError, match="the nodes of `j1` did not join `lab`") as caught:
+        Jobs(batch.life()).join("lab", batch.spec(), command, lambda *_: None, wait_timeout_s=1)
+    assert caught.value.because.startswith("the limit of 1s has passed: j1-1 QUEUED")
+    assert caught.value.exit_code == 4
+    view = kept(batch.life())
+    assert list(view.record.nodes) == ["head"] and len(view.record.handles) == len(batch.running()) == 1
+    assert Jobs(batch.life()).join("lab", batch.spec(nodes=1), None, lambda *_: None) == ("j2", 0)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from campaign import HOSTS, campaign, draw
+from campaign import HOSTS, campaign, draw, has_reused_id
 from lab import Lab
 
 pytestmark = [pytest.mark.needs_slurm]
@@ -31,3 +33,14 @@ def test_random_faults_leave_nothing(lab: Lab) -> None:
 
 def test_a_seed_gives_the_same_faults() -> None:
     assert draw(SEED) == draw(SEED) != draw(SEED + 1)
+
+
+@pytest.mark.parametrize(
+    "jobs, reused", [([], False), (["1"], False), (["1", "2"], False), (["1", "2", "1"], True)]
+)
+def test_a_job_id_that_slurm_gave_twice(tmp_path: Path, jobs: list[str], reused: bool) -> None:
+    for i, job in enumerate(jobs):
+        path = tmp_path / f".heliostat/history/lab-{i}/record.json"
+        path.parent.mkdir(parents=True)
+        path.write_text(json.dumps({"created": i, "handles": [{"native_id": job}]}))
+    assert has_reused_id(tmp_path) == reused

@@ -82,7 +82,7 @@ def test_a_limit_for_the_wait_is_checked(seconds: float) -> None:
         heliostat.up(LAB, wait_timeout=seconds)
 
 
-@pytest.mark.parametrize("workers", [-1, 1.5, "2", True, 10**9])
+@pytest.mark.parametrize("workers", [-1, 1.5, "2", True, 10_000, 10**9])
 def test_a_number_of_workers_is_checked(workers: Any) -> None:
     with pytest.raises(UsageError, match="workers"):
         api.Cluster("lab", Lifecycle(), owned=False).scale(workers)

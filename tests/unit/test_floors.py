@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).parents[2] / "src" / "heliostat"
 
 FLOORS: dict[str, float] = {
     # nouns
-    **dict.fromkeys(("errors", "events", "spec", "states", "units", "_version"), 0),
+    **dict.fromkeys(("errors", "events", "limits", "spec", "states", "units", "_version"), 0),
     # the island: imports nobody, so whoever stands above the nouns may look at it
     "agent": 0.5,
     # what figures mean: no door, and nothing decided

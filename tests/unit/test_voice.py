@@ -383,6 +383,9 @@ CASES: dict[str, Case] = {
     "up-too-many": case("up --nodes 100000 --dry-run"),
     "up-too-many-for-a-computer": case("up --nodes 5000 --dry-run"),
     "up-too-many-in-groups": case("up --dry-run --on slurm", with_file("groups: {a: {nodes: 6000}, b: {nodes: 6000}}\n")),
+    "scale-too-many": case("scale lab 10000", live),
+    "scale-too-many-for-a-computer": case("scale lab 1000", live),
+    "join-too-many-for-a-computer": case("join lab --nodes 1000", live),
     "scale-no-groups": case("scale lab 1 --group gpu", silent),
     "run-unknown-option": case("run --nodse 2 train.py", scripts),
     "run-slurm-misspelled": case("run --on slurm --nodez 4 --dry-run train.py", scripts),
@@ -402,6 +405,8 @@ CASES: dict[str, Case] = {
     "up-wait-timeout-nothing": case("up --wait-timeout 0s", bare),
     "run-wait-timeout-detach": case("run --detach --wait-timeout 30m train.py", scripts),
     "run-wait-timeout-cluster": case("run --cluster lab --wait-timeout 30m train.py", scripts),
+    "join-wait-timeout-detach": case("join lab --detach --wait-timeout 30m", silent),
+    "join-wait-timeout-host": case("join lab --host tin --wait-timeout 30m", silent),
     "run-missing-script-json": case("run --json tarin.py", scripts),
     # what a cluster may be
     **{f"name-{i}": Case(("up", "--dry-run", "--name", name)) for i, name in enumerate(

@@ -13,7 +13,7 @@ import time
 import traceback
 from typing import Any, Callable, Dict, List, Optional
 
-from . import files, hub, others, ports, probe, processes, runtime, sizes, step, tempdirs, tls
+from . import files, head_wait, hub, others, ports, probe, processes, runtime, sizes, step, tempdirs, tls
 from .command import Command
 from .files import sentence
 from .raynode import IN_USE, SLOW, PortTaken, RayNode, join
@@ -476,18 +476,23 @@ class Worker(Node):
         assert self.link
         patience = float(self.config.get("orphan_s", 30))
         heard, quiet, last = self.link.heard, 0.0, time.monotonic()
+        wait = head_wait.make(self.config, time.monotonic)
         while True:
-            await asyncio.sleep(1)
+            before = self.state == "STARTING" and not self.link.met
+            await asyncio.sleep(head_wait.CHECK_S if before else 1)
             now = time.monotonic()
             # a node that was suspended was deaf itself: that time counts for little
             quiet = quiet + min(2.0, now - last) if self.link.heard == heard else 0.0
             heard, last = self.link.heard, now
-            first = self.state == "STARTING" and not self.link.met  # the head may wait in a queue
-            if quiet > (float(self.config.get("head_timeout_s", 600)) if first else patience):
+            if self.state == "STARTING" and not self.link.met:
+                reason = wait.stop_reason(head_wait.observe(self.config))
+            else:
+                reason = "the head has not been heard of for %d s" % quiet if quiet > patience else ""
+            if reason:
                 self.at_once.set()
                 self.orphan = True
                 self.end_without_files()
-                self.stop("the head has not been heard of for %d s" % quiet)
+                self.stop(reason)
                 return
 
     def end_without_files(self) -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from heliostat.backends.base import Handle, Observation, Order, Plan, require_programs
 from heliostat.errors import Code, HeliostatError, UsageError
+from heliostat.limits import MOST_NODES
 from heliostat.states import NodeState
 
 if TYPE_CHECKING:
@@ -138,6 +139,7 @@ class Batch:
     starts_ray: ClassVar[bool] = True
     shares_files: ClassVar[bool] = True
     grows: ClassVar[bool] = False
+    most_nodes: ClassVar[int] = MOST_NODES
     takes_options: ClassVar[bool] = True
     letters: ClassVar[tuple[str, ...]] = ()
     long_options: ClassVar[frozenset[str]] = frozenset()  # of the submit command, as far as they are known

@@ -36,6 +36,7 @@ from heliostat.backends.base import (
     require_programs,
 )
 from heliostat.errors import Code, HeliostatError, UsageError
+from heliostat.limits import MOST_NODES
 from heliostat.ownership import temp_directory
 from heliostat.ssh import far
 from heliostat.states import NodeState
@@ -63,6 +64,7 @@ class Launcher:
     starts_ray: ClassVar[bool] = False
     shares_files: ClassVar[bool] = False
     grows: ClassVar[bool] = True
+    most_nodes: ClassVar[int] = MOST_NODES
     takes_options: ClassVar[bool] = False
     letters: ClassVar[tuple[str, ...]] = ()
     pace: ClassVar[tuple[float, float]] = (2.0, 15.0)

@@ -11,6 +11,7 @@ from typing import Any
 from heliostat.backends import _batch
 from heliostat.backends.base import Observation
 from heliostat.errors import Code, UsageError
+from heliostat.limits import MOST_NODES
 from heliostat.states import NodeState
 
 N = NodeState
@@ -212,7 +213,7 @@ def parse_select(text: str) -> tuple[str, ...]:
         count, _, rest = part.partition(":")
         if "=" in count:  # a chunk without a count is one
             count, rest = "1", part
-        if not count.isdigit() or not 0 < int(count) <= 10_000:
+        if not count.isdigit() or not 0 < int(count) <= MOST_NODES:
             raise UsageError(
                 f"`select={text[:80]}` cannot be used",
                 hint="select=4:ncpus=16:mem=64gb",
@@ -227,7 +228,7 @@ def parse_nodes(text: str) -> tuple[str, ...]:
     chunks: list[str] = []
     for part in text.split("+"):
         match = re.fullmatch(r"(\d+)(?::ppn=(\d+))?", part)
-        if not match:
+        if not match or int(match[1]) > MOST_NODES:
             raise UsageError(
                 f"`nodes={text[:80]}` cannot be used",
                 hint="-l nodes=2:ppn=4, or -l select=2:ncpus=4",

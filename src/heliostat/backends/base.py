@@ -178,6 +178,7 @@ class Backend(Protocol):
     starts_ray: ClassVar[bool]  # True: our agent runs `ray start`; False: the platform does
     shares_files: ClassVar[bool]  # True: the head sees the caller's folders under the same paths
     grows: ClassVar[bool]  # True: nodes come and go with Ray's demand (`autoscale`)
+    most_nodes: ClassVar[int]  # that one cluster may have
     takes_options: ClassVar[bool]  # True: there is a scheduler whose own options a person may give
     letters: ClassVar[tuple[str, ...]]  # its scheduler's options that are flags of ours elsewhere (-q)
     pace: ClassVar[tuple[float, float]]  # seconds between two questions to the site: after news, and at most

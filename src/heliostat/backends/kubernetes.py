@@ -32,6 +32,7 @@ from heliostat.backends.base import (
     Told,
 )
 from heliostat.errors import Code, DeadlineError, HeliostatError, NotFoundError, Refused, UsageError
+from heliostat.limits import MOST_NODES
 from heliostat.states import NodeState
 from heliostat.transport import Completed
 
@@ -58,6 +59,7 @@ class Kubernetes:
     starts_ray: ClassVar[bool] = False
     shares_files: ClassVar[bool] = False
     grows: ClassVar[bool] = True
+    most_nodes: ClassVar[int] = MOST_NODES
     takes_options: ClassVar[bool] = False
     letters: ClassVar[tuple[str, ...]] = ()
     pace: ClassVar[tuple[float, float]] = (0.3, 5.0)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from heliostat.backends.base import RUN_S, Check, File, Handle, Observation, Order, Plan, Question, Step
 from heliostat.errors import Code, HeliostatError, UsageError
+from heliostat.limits import MOST_LOCAL_NODES
 from heliostat.ownership import require_safe
 from heliostat.script import by_shell
 from heliostat.states import NodeState
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from heliostat.transport import Completed, Spawner, Transport
 
 STOP_S = 60.0
-MOST_NODES = 1000
 # by its path: `python -m` would look for it in the current directory first, which may be anybody's
 OWN_AGENT = Path(__file__).parents[1] / "agent"
 
@@ -37,6 +37,7 @@ class Local:
     starts_ray: ClassVar[bool] = True
     shares_files: ClassVar[bool] = True
     grows: ClassVar[bool] = False
+    most_nodes: ClassVar[int] = MOST_LOCAL_NODES
     takes_options: ClassVar[bool] = False
     letters: ClassVar[tuple[str, ...]] = ()
     pace: ClassVar[tuple[float, float]] = (0.0, 0.0)  # looking at a process costs nothing
@@ -70,10 +71,10 @@ class Local:
         path = order.folder / "script.sh"
         # the nodes share the machine; one that comes later gets what the first ones got
         everybody = {member.name: place for place, member in enumerate(members(spec))}
-        if len(everybody) > MOST_NODES:
+        if len(everybody) > self.most_nodes:
             raise UsageError(
                 f"{len(everybody)} nodes are too many for one computer",
-                cause=f"each is a Ray node of about ten processes; {MOST_NODES} are the most",
+                cause=f"each is a Ray node of about ten processes; {self.most_nodes} are the most",
                 hint="--nodes 4",
             )
         steps = []

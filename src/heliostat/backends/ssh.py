@@ -26,6 +26,7 @@ from heliostat.backends.base import (
     require_programs,
 )
 from heliostat.errors import Code, HeliostatError, PartialFailure, UsageError
+from heliostat.limits import MOST_NODES
 from heliostat.mirror import PLACE, UNSAFE, pack
 from heliostat.script import SAFE
 from heliostat.ssh import far
@@ -57,6 +58,7 @@ class OverSsh:
     starts_ray: ClassVar[bool] = True
     shares_files: ClassVar[bool] = False
     grows: ClassVar[bool] = False
+    most_nodes: ClassVar[int] = MOST_NODES
     takes_options: ClassVar[bool] = False
     letters: ClassVar[tuple[str, ...]] = ()
     pace: ClassVar[tuple[float, float]] = (0.5, 10.0)

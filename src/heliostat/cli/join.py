@@ -9,7 +9,15 @@ from typing import Any
 import click
 
 from heliostat.cli.native import SiteCommand, command_line, native_options
-from heliostat.cli.options import CLUSTER, cluster_options, common, read_config, refuse_options
+from heliostat.cli.options import (
+    CLUSTER,
+    cluster_options,
+    common,
+    read_config,
+    refuse_options,
+    refuse_wait_timeout,
+    wait_timeout,
+)
 from heliostat.cli.output import Output
 from heliostat.cli.run import script_command
 from heliostat.errors import UsageError
@@ -29,6 +37,7 @@ OF_THE_CLUSTER = ("on", "name", "min_nodes", "max_nodes", "idle_timeout")
 @click.argument("cluster", type=CLUSTER)
 @click.option("--detach", is_flag=True, help="return once it is asked for")
 @click.option("--host", "hosts", multiple=True, metavar="HOST", help="a machine over ssh; again for more")
+@wait_timeout
 @cluster_options
 @common
 @click.argument("words", metavar="[SCRIPT.py [ARGS…]]", nargs=-1, type=click.UNPROCESSED)
@@ -40,6 +49,7 @@ def command(
     words: tuple[str, ...],
     detach: bool,
     hosts: tuple[str, ...],
+    wait_timeout: float | None,
     file: Path | None,
     dry_run: bool,
     **values: Any,
@@ -47,13 +57,15 @@ def command(
     """Adds nodes to a running cluster as a job of their own, or machines over ssh. CLUSTER may be the head's job id.
 
     With a script: it runs on the first of them when all are there, and they leave when it ends."""
+    if detach and not hosts:
+        refuse_wait_timeout(wait_timeout, "--detach", "`join --detach` waits for nothing")
     life = Lifecycle(emit=out.emit)
     record = life.store.open(cluster).record()
     name = record.name
     work = command_line()
     if hosts:
         refuse_options(
-            {**values, "file": file, "detach": detach, "dry_run": dry_run},
+            {**values, "file": file, "detach": detach, "wait_timeout": wait_timeout, "dry_run": dry_run},
             "`--host`",
             "a machine joins as it is, for as long as the cluster lives",
             f"heliostat join {name} --host {hosts[0]}",
@@ -81,7 +93,9 @@ def command(
 
         show(out, life, config, what)
         return None
-    guest, code = Jobs(life).join(name, config.spec, what, out.raw, wait=not detach)
+    guest, code = Jobs(life).join(
+        name, config.spec, what, out.raw, wait=not detach, wait_timeout_s=wait_timeout
+    )
     nodes = count(config.spec.nodes, "node")
     if out.json:
         out.document(
