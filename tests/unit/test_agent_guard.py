@@ -270,6 +270,17 @@ def test_a_kernel_that_refuses_is_reported_once(
     assert capsys.readouterr().err.count("could not reserve port") == 1
 
 
+def test_the_probe_tells_whether_the_kernel_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert guard.refusal() == ""
+
+    def refuse(*words: int) -> int:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(guard, "_syscall", refuse)
+    assert guard.refusal() == os.strerror(errno.EPERM)
+    assert not processes.children(os.getpid())
+
+
 def test_no_descriptor_is_lost(listen: Callable[..., Listener], kept: PortGuard) -> None:
     one = listen("ray", "plain")
     before = len(os.listdir("/proc/self/fd"))

@@ -26,6 +26,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import signal
 import socket
 import sys
 from typing import Collection, Dict, Iterable, Iterator, List, NamedTuple, Optional, Set, Tuple
@@ -33,7 +34,12 @@ from typing import Collection, Dict, Iterable, Iterator, List, NamedTuple, Optio
 from . import processes
 
 _PIDFD_OPEN, _PIDFD_GETFD = 434, 438  # numbers of the system calls, on every architecture
-DAEMONS = ("gcs_server", "raylet", "ray::DashboardAgent", "ray::RuntimeEnvAgent")  # no user code runs in these
+DAEMONS = (
+    "gcs_server",
+    "raylet",
+    "ray::DashboardAgent",
+    "ray::RuntimeEnvAgent",
+)  # no user code runs in these
 MOST = 1024  # reserved ports of a node
 SCANS = 3  # searches for the process of a socket; after that it belongs to something else
 
@@ -83,6 +89,25 @@ def _syscall(number: int, *arguments: int) -> int:
     return answer
 
 
+def refusal() -> str:
+    """Why the kernel does not let a process duplicate a socket of its child process; empty where it does, or needs not."""
+    if sys.platform != "linux":
+        return ""
+    with socket.socket() as one:
+        child = os.fork()
+        if not child:
+            while True:
+                signal.pause()
+        try:
+            duplicate(child, one.fileno()).close()
+        except OSError as error:
+            return error.strerror or str(error)
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+    return ""
+
+
 def reserve(listener: socket.socket) -> socket.socket:
     """A socket bound to the address of a listening socket of this user. Other users cannot bind that address any more."""
     bound = socket.socket(listener.family, socket.SOCK_STREAM)
@@ -113,7 +138,9 @@ class PortGuard:
         self.workers, self.most = workers, most
         self.services: Collection[int] = ()
         self.refused = ""  # why the kernel does not let the agent duplicate sockets
-        self.reserved: Dict[str, Reserved] = {}  # inode of Ray's socket -> ours, in the order of their reservation
+        self.reserved: Dict[
+            str, Reserved
+        ] = {}  # inode of Ray's socket -> ours, in the order of their reservation
         self._scans: Dict[str, int] = {}
 
     def scan(self, roots: Iterable[int]) -> None:
