@@ -17,6 +17,7 @@ from pydantic_core import ErrorDetails
 
 from heliostat import rayyaml
 from heliostat.errors import Code, UsageError
+from heliostat.ownership import require_safe_file
 from heliostat.script import CONNECTION_VARIABLES
 from heliostat.spec import ClusterSpec
 
@@ -55,16 +56,19 @@ def load(
 ) -> Config:
     """`sites`: the names whose tables the file may hold. `flags`: dotted key -> value; None means not given.
     `spelled`: dotted key -> its flag, where that has another name. `file` None: `heliostat.yaml` of the folder `look_in`, where
-    there is one. `base`: what counts where nothing is said. `nodes_of`: how many nodes a site's own table asks for."""
+    there is one; that file is refused where another user can change it. `base`: what counts where nothing is said. `nodes_of`: how
+    many nodes a site's own table asks for."""
     values: dict[str, Any] = copy.deepcopy(dict(base or {}))
     origins: dict[str, str] = dict.fromkeys(values, OF_BASE)
+    is_named = file is not None
     if file is None and look_in is not None and (look_in / FILE).is_file():
         file = look_in / FILE
     if file is not None:
-        read, where = _read(file)
+        data = _read_bytes(file, is_named)
+        read, where = _parse(file, data)
         if rayyaml.is_one(read):
             # as it is: with its merge keys, and numbers as YAML has them
-            read = rayyaml.accept(yaml.safe_load(file.read_bytes()), file.name)
+            read = rayyaml.accept(yaml.safe_load(data), file.name)
             where = dict.fromkeys(read, f"{file.name}, a file of Ray's launcher")
         _merge(values, origins, read, where)
     for key, value, origin in _environment(environ, sites := sorted(sites)):
@@ -308,10 +312,12 @@ def _merge(
     origins.update(where)
 
 
-def _read(file: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """The file's values, and the line of each."""
+def _read_bytes(file: Path, is_named: bool) -> bytes:
+    """The file's content. is_named: the user has named the file; any other must be safe from other users."""
     try:
         with open(file, "rb") as stream:
+            if not is_named:
+                require_safe_file(file, stream.fileno())
             data = stream.read(LARGEST_FILE + 1)
     except OSError as error:
         raise UsageError(
@@ -322,6 +328,11 @@ def _read(file: Path) -> tuple[dict[str, Any], dict[str, str]]:
         ) from None
     if len(data) > LARGEST_FILE:
         raise UsageError(f"`{file}` is too large", cause=f"{LARGEST_FILE} bytes are the most")
+    return data
+
+
+def _parse(file: Path, data: bytes) -> tuple[dict[str, Any], dict[str, str]]:
+    """The values in the file's content, and the line of each."""
     try:
         text = data.decode()
         root = yaml.compose(text, Loader=yaml.SafeLoader)

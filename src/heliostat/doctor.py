@@ -33,6 +33,7 @@ GIB = 2**30
 LAUNCH_S = 120.0  # after this long without anything launched, nobody is about to launch it
 INSTALL = "pip install 'ray[default]==2.60.0'"
 NO_OPENSSL = "install openssl, or take `tls` out of the file"
+USE_TLS = "set `security.tls` in the file where other users have accounts on the nodes"
 
 # What is asked, of whom. A site has `questions` of its own.
 HERE = by_name(
@@ -87,6 +88,7 @@ HERE = by_name(
     Question("open files", "a process may have 8192", "ulimit -n 65536", "warn"),
     Question("interfaces", "a network interface is up", "ip link"),
     Question("clock", "that of the nodes' environment and ours agree", "set it by NTP"),
+    Question("reserved ports", "the agent can reserve the ports of Ray's processes", USE_TLS, "warn"),
     Question(
         "RAY_ADDRESS",
         "it is not set in this shell: it sends Ray programs elsewhere",
@@ -122,6 +124,7 @@ HOSTS = {
     "disk": Question(
         "{host}", "5 GiB are free for temporary files", "set TMPDIR by `environment.setup`", "warn"
     ),
+    "ports": Question("{host}", "the agent can reserve the ports of Ray's processes", USE_TLS, "warn"),
     "safe": Question("{host}", "nobody else can change our files there", "there: chmod go-w PATH"),
     "clock": Question("{host}", "its clock agrees with ours within a minute", "set it by NTP", "warn"),
     "versions": Question("versions", "Ray and Python are the same on all hosts", "heliostat setup FILE"),
@@ -283,6 +286,8 @@ def _machine(life: Lifecycle, spec: ClusterSpec | None) -> Iterator[Check]:
     ]
     yield HERE["interfaces"].answer(bool(up), "; ".join(up))
     yield HERE["clock"].answer(abs(found["clock"]["time"] - time.time()) < 60, "agrees")
+    if found["ports_refused"]:
+        yield HERE["reserved ports"].answer(False, f"pidfd_getfd: {found['ports_refused']}")
     for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_USE_TLS"):
         if os.environ.get(name):
             yield HERE[name].answer(False, "is set in this shell, and sends Ray programs elsewhere")
@@ -335,6 +340,7 @@ def _hosts(life: Lifecycle, spec: ClusterSpec) -> Iterator[Check]:
             ("openssl", not spec.security.tls or found["openssl"], "there is no `openssl` program"),
             ("shm", shm > 128 * 2**20, f"/dev/shm has {format_bytes(shm)} free"),
             ("disk", disk > 5 * GIB, f"{format_bytes(disk)} free in {found['disk']['path']}"),
+            ("ports", not found["ports_refused"], f"pidfd_getfd: {found['ports_refused']}"),
             ("clock", off < 60, f"its clock is off by {format_duration(off)}"),
         ):
             if not good:  # what is well is in the one line above

@@ -84,7 +84,7 @@ def _check_total(record: Record, nodes: int) -> None:
     most = backends.load(record.site).most_nodes
     if nodes > most:
         raise UsageError(
-            f"`{record.name}` cannot have {nodes} nodes", because=f"{most} are the most on `{record.site}`"
+            f"`{record.name}` cannot have {nodes} nodes", cause=f"{most} are the most on `{record.site}`"
         )
 
 
@@ -313,7 +313,7 @@ def settle_join(
             leave(life, folder, guest)
             raise DeadlineError(
                 f"the nodes of `{guest}` did not join `{view.record.name}`",
-                because=f"{overdue}: {waiting}"[:400],
+                cause=f"{overdue}: {waiting}"[:400],
                 hint=f"the nodes were released; heliostat status {view.record.name}",
             )
         life.emit(Event("progress", in_words(nodes)))

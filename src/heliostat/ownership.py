@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -46,6 +47,26 @@ def require_safe(
             f"`{os.fspath(path)}` is not safe to use",
             cause=f"`{found.path}` {found.why}",
             hint=remedy(found, variable),
+        )
+
+
+def require_safe_file(path: Path, descriptor: int) -> None:
+    """Raises unless only this user and root can change the open file and replace it at this path. For a file that the user has
+    not named: in a directory where others can create entries, the file must be this user's own."""
+    if sys.platform == "win32":
+        return
+    from heliostat.agent.ownership import Unsafe, check
+
+    # the open file first: another user can remove and create an entry between a check of the path and open()
+    found = check(str(path), os.fstat(descriptor)) or find_unsafe(path)
+    mode = os.stat(path.parent).st_mode
+    if not found and mode & stat.S_ISVTX and mode & 0o022 and os.lstat(path).st_uid != os.getuid():
+        found = Unsafe(str(path), "belongs to root in a directory where others can create files", "")
+    if found:
+        raise UnsafePathError(
+            f"`{path}` is not safe to use",
+            cause=f"`{found.path}` {found.why}; commands in the file run as you",
+            hint=f"to use it anyway, name it: -f {path.name}",
         )
 
 

@@ -10,6 +10,8 @@ import contextlib
 import json
 import os
 import pwd
+import re
+import signal
 import socket
 import subprocess
 import sys
@@ -24,6 +26,7 @@ import pytest
 
 from heliostat import relay
 from heliostat.agent import hub
+from heliostat.agent.ray_start import listening_ports, sockets_of
 from heliostat.rayapi import NoAnswer, RayApi
 from real.faults import Node
 from shared import COMMAND, PATIENCE_S, document, heliostat, until
@@ -131,6 +134,77 @@ def test_the_port_of_a_gcs_that_was_killed(home: Path, attack: Callable[..., Att
         until(lambda node=node: not node.processes(), f"the end of {node.name}")  # type: ignore[misc]
     assert document("status", "lab")["state"] == "failed"
     heliostat("down", "lab")
+    assert token not in heir.received() and "earer" not in heir.received()
+
+
+CALLS = """
+import os, ray, sys, time
+ray.init(log_to_driver=False)
+
+@ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)
+class Callee:
+    def pid(self):
+        return os.getpid()
+    def leave(self):
+        ray.actor.exit_actor()
+
+callee = Callee.options(name="callee", namespace="attack", lifetime="detached").remote()
+
+@ray.remote(num_cpus=0)
+class Caller:
+    def __init__(self, callee):
+        self.callee = callee
+    def call(self):
+        return ray.get(self.callee.pid.remote())
+
+callers = [Caller.remote(callee) for _ in range(2)]
+print("pid", ray.get(callee.pid.remote()), flush=True)
+while True:
+    for one in [*callers, None]:
+        try:
+            ray.get((one.call if one else callee.pid).remote(), timeout=5)
+        except ray.exceptions.RayError:
+            pass
+    if len(sys.argv) > 1 and os.path.exists(sys.argv[1]):
+        callee.leave.remote()
+        os.unlink(sys.argv[1])
+    time.sleep(0.05)
+"""
+
+
+def own_ports(pid: int) -> list[int]:
+    """The ports on which the process listens."""
+    owned = sockets_of(pid)
+    return [port for port, inodes in listening_ports(pid).items() if inodes & owned]
+
+
+@pytest.mark.parametrize("end", ["killed", "exits"])
+def test_the_port_of_a_worker_process_that_has_ended(
+    home: Path, attack: Callable[..., Attacker], tmp_path: Path, end: str
+) -> None:
+    """The processes that call an actor connect again to its port, with the token. gRPC shuts its listening socket down where
+    the process exits in order."""
+    with cluster():
+        token = token_of(home, "lab")
+        leave = tmp_path / "leave"
+        job = heliostat("submit", "lab", "--", sys.executable, "-c", CALLS, leave).stdout.strip()
+        found = until(
+            lambda: re.search(r"pid (\d+)", heliostat("logs", "lab", job, code=None).stdout), "the actor"
+        )
+        pid = int(found[1])
+        (port,) = own_ports(pid)
+        time.sleep(3)  # the agent looks for new ports twice a second
+        heir = attack("inherit", port)
+        heir.says("ready")
+        if end == "killed":
+            os.kill(pid, signal.SIGKILL)
+        else:
+            leave.touch()
+        until(lambda: not own_ports(pid), "the end of the actor's process")
+        time.sleep(20)  # for the callers to connect again
+        assert token not in heir.received() and "earer" not in heir.received(), "the attacker has the token"
+        assert not [line for line in heir.said if "listens" in line], "the attacker has the port"
+        assert document("status", "lab")["state"] == "ready"
     assert token not in heir.received() and "earer" not in heir.received()
 
 

@@ -389,6 +389,42 @@ def test_a_module_in_the_current_directory_is_not_executed(
     assert not proof.exists() and done.returncode == 1 and "No matching distribution" in done.stderr, done
 
 
+@pytest.mark.parametrize("how", ["in a sticky directory", "link", "open directory", "open file"])
+@pytest.mark.parametrize("words", [["up"], ["run", "--", "true"]], ids=["up", "run"])
+def test_a_planted_heliostat_yaml_is_not_used(
+    place: Path, proof: Path, victim: User, attacker: User, lab: Path, how: str, words: list[str]
+) -> None:
+    """Its `environment.setup` lines would run as the victim."""
+    text = json.dumps({"environment": {"venv": str(lab), "setup": [f"id -u >{proof}"]}})
+    shared = own(place / "shared", None, 0o777 if how == "open directory" else 0o1777)
+    file = shared / "heliostat.yaml"
+    if how == "open file":
+        file.write_text("nodes: 1\n")
+        shutil.chown(file, victim.uid)
+        file.chmod(0o666)
+    target = own(place / "evil", attacker, 0o755) / "lab.yaml" if how == "link" else file
+    planted = attacker.run("sh", "-c", 'cat >"$1"', "sh", target, input=text)
+    assert planted.returncode == 0, planted.stderr
+    if how == "link":
+        assert attacker.run("ln", "-s", target, file).returncode == 0
+    try:
+        done = victim.run(COMMAND, words[0], "--name", "lab", *words[1:], cwd=shared)
+        assert not proof.exists(), f"a setup line of the attacker's file ran as {proof.read_text()}"
+    finally:
+        victim.run(COMMAND, "down", "lab", "--now")
+    said = four_lines(done.stderr)
+    assert done.returncode == 1 and f"`{file}` is not safe to use" in said["error"], done
+    assert "-f heliostat.yaml" in said["hint"] and not done.stdout, said
+
+
+def test_an_own_heliostat_yaml_in_a_shared_directory_is_used(place: Path, victim: User) -> None:
+    shared = own(place / "shared", None, 0o1777)
+    made = victim.run("sh", "-c", "umask 002; echo 'name: mine' >heliostat.yaml", cwd=shared)
+    assert made.returncode == 0, made.stderr
+    done = victim.run(COMMAND, "up", "--dry-run", cwd=shared)
+    assert done.returncode == 0 and "mine" in done.stdout + done.stderr, done
+
+
 # --- the cache
 
 

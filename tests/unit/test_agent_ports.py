@@ -156,27 +156,6 @@ def test_sealed_ports_stay_closed_after_their_service(taken: list[ports.Block]) 
     assert bind(port, reuse=True)
 
 
-LISTENER = """
-import socket, sys
-server = socket.create_server(("127.0.0.1", 0))
-print(server.getsockname()[1], flush=True)
-sys.stdin.read()
-"""
-
-
-def test_a_duplicate_keeps_the_port_after_the_end_of_its_process() -> None:
-    pipe = subprocess.PIPE
-    with subprocess.Popen([sys.executable, "-c", LISTENER], text=True, stdin=pipe, stdout=pipe) as process:
-        assert process.stdout
-        port = int(process.stdout.readline())
-        copy = ports.duplicate_listener(process.pid, port)
-        assert copy is not None and ports.duplicate_listener(process.pid, 1) is None
-        process.kill()
-    assert not bind(port, reuse=True)
-    copy.close()
-    assert bind(port, reuse=True) and ports.duplicate_listener(process.pid, port) is None
-
-
 def test_who_listens_where() -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as one,

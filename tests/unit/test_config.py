@@ -17,6 +17,7 @@ from pydantic import BaseModel
 from heliostat import backends, config, planning
 from heliostat.config import FILE, LARGEST_FILE, Config, load, schema
 from heliostat.errors import UsageError
+from heliostat.ownership import UnsafePathError
 from heliostat.spec import ClusterSpec
 
 SITES = ["local", "slurm", "ssh"]
@@ -150,6 +151,68 @@ def test_a_file_is_found_where_one_works(tmp_path: Path) -> None:
     assert load(SITES, environ={}, look_in=tmp_path).spec.nodes == 1
     (tmp_path / FILE).write_text("nodes: 4\n")
     assert load(SITES, environ={}, look_in=tmp_path).spec.nodes == 4
+
+
+def refuse_default(folder: Path) -> UnsafePathError:
+    """The error for the default file there; the same file is used when the user names it."""
+    with pytest.raises(UnsafePathError) as caught:
+        load(SITES, environ={}, look_in=folder)
+    assert caught.value.hint == f"to use it anyway, name it: -f {FILE}"
+    assert load(SITES, environ={}, file=folder / FILE).spec.nodes == 4
+    return caught.value
+
+
+@pytest.mark.needs_linux
+def test_a_default_file_that_others_can_write_is_refused(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text("nodes: 4\n")
+    for path, mode in ((tmp_path / FILE, 0o666), (tmp_path, 0o777)):
+        before = path.stat().st_mode
+        path.chmod(mode)
+        assert f"`{path}` can be changed by everybody" in refuse_default(tmp_path).because
+        path.chmod(before)
+    tmp_path.chmod(0o1777)  # as /tmp: others cannot replace our file
+    assert load(SITES, environ={}, look_in=tmp_path).spec.nodes == 4
+
+
+@pytest.mark.needs_linux
+@pytest.mark.needs_root
+def test_a_default_file_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path.chmod(0o1777)
+    (tmp_path / "theirs").write_text("nodes: 4\n")
+    os.chown(tmp_path / "theirs", 12345, 12345)
+    (tmp_path / FILE).symlink_to("theirs")
+    assert "belongs to user 12345" in refuse_default(tmp_path).because
+    os.chown(tmp_path / "theirs", 0, 0)
+    assert load(SITES, environ={}, look_in=tmp_path).spec.nodes == 4
+    os.lchown(tmp_path / FILE, 12345, 12345)
+    assert "is a symbolic link of user 12345" in refuse_default(tmp_path).because
+    os.lchown(tmp_path / FILE, 0, 0)
+    monkeypatch.setattr(os, "getuid", lambda: 54321)
+    assert "belongs to root" in refuse_default(tmp_path).because
+    tmp_path.chmod(0o755)
+    assert load(SITES, environ={}, look_in=tmp_path).spec.nodes == 4
+
+
+@pytest.mark.needs_linux
+@pytest.mark.needs_root
+def test_a_default_file_replaced_between_check_and_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """find_unsafe accepts a path that does not exist: the owner of the open file counts as well."""
+    (tmp_path / FILE).write_text("nodes: 4\n")
+    os.chown(tmp_path / FILE, 12345, 12345)
+    monkeypatch.setattr("heliostat.ownership.find_unsafe", lambda path: None)
+    assert "belongs to user 12345" in refuse_default(tmp_path).because
+
+
+@pytest.mark.needs_linux
+def test_a_default_file_of_the_user_s_private_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / FILE).write_text("nodes: 4\n")
+    (tmp_path / FILE).chmod(0o664)
+    monkeypatch.setattr("heliostat.agent.ownership._is_private_group", lambda gid: True)
+    assert load(SITES, environ={}, look_in=tmp_path).spec.nodes == 4
+    monkeypatch.setattr("heliostat.agent.ownership._is_private_group", lambda gid: False)
+    assert "can be changed by its group" in refuse_default(tmp_path).because
 
 
 # -- keys

@@ -20,9 +20,9 @@ Json = Dict[str, Any]
 
 
 def do_probe(_: Json) -> Json:
-    from . import probe
+    from . import guard, probe
 
-    found = probe.probe()
+    found = {**probe.probe(), "ports_refused": guard.refusal()}
     folder = os.path.join(os.path.expanduser("~"), ".heliostat", "via")
     unsafe = ownership.find_unsafe(folder) or ownership.find_unsafe(found["disk"]["path"], shared=True)
     return {"ok": True, **found, "unsafe": unsafe._asdict() if unsafe else None}

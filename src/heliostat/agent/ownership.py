@@ -37,7 +37,7 @@ def find_unsafe(path: str, *, shared: bool = False, checked: Optional[Set[str]] 
     parts = _parts(os.path.join(os.getcwd(), path) if not path.startswith("/") else path)
     here, links = "/", 0
     if "/" not in checked:
-        found = _check(here, os.lstat(here), shared or bool(parts))
+        found = check(here, os.lstat(here), shared or bool(parts))
         if found:
             return found
         checked.add("/")
@@ -46,7 +46,7 @@ def find_unsafe(path: str, *, shared: bool = False, checked: Optional[Set[str]] 
         if part == "..":
             here = os.path.dirname(here)
             if not parts:
-                return _check(here, os.lstat(here), shared)
+                return check(here, os.lstat(here), shared)
             continue
         place = os.path.join(here, part)
         if place in checked and parts:
@@ -66,7 +66,7 @@ def find_unsafe(path: str, *, shared: bool = False, checked: Optional[Set[str]] 
             here = "/" if target.startswith("/") else here
             parts += _parts(target)
             continue
-        found = _check(place, about, shared or bool(parts))
+        found = check(place, about, shared or bool(parts))
         if found:
             return found
         checked.add(place)
@@ -79,7 +79,8 @@ def _parts(path: str) -> List[str]:
     return [part for part in reversed(path.split("/")) if part not in ("", ".")]
 
 
-def _check(place: str, about: os.stat_result, shared: bool) -> Optional[Unsafe]:
+def check(place: str, about: os.stat_result, shared: bool = False) -> Optional[Unsafe]:
+    """As find_unsafe, for one entry whose owner and mode are known. shared: a sticky directory is accepted."""
     me, mode = os.getuid(), about.st_mode
     if about.st_uid not in (me, 0):
         return Unsafe(place, "belongs to %s" % _user(about.st_uid), "chown", mine=me == 0)

@@ -7,7 +7,6 @@ holds it until Ray has bound it.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import socket
@@ -22,7 +21,6 @@ SERVICES = (
 )  # fmt: skip
 # Ray connects to these, with its token, before they listen: nobody may know their ports, not even in a named range
 KERNEL_CHOOSES = ("runtime_env_agent", "agent_grpc")
-_PIDFD_GETFD = 438  # the number of the system call, on every architecture
 UNIT = 16  # ports of a block that are not the workers'
 LOCK = (
     UNIT - 1
@@ -123,26 +121,6 @@ def is_ours(port: int) -> bool:
         return True  # there is nothing to ask
     found = listeners([port]).get(port, set())
     return bool(found) and all(listener.uid == os.getuid() for listener in found)
-
-
-def duplicate_listener(pid: int, port: int) -> Optional[socket.socket]:
-    """A duplicate of the socket with which that process listens on the port. As long as it is open, nobody else can listen
-    there, also after the process has ended. None where the kernel (5.6 is the first) or its settings do not allow it."""
-    try:
-        inodes = {listener.inode for listener in listeners([port]).get(port, ())}
-        process = os.pidfd_open(pid)
-    except (AttributeError, OSError):
-        return None
-    try:
-        for name in os.listdir("/proc/%d/fd" % pid):
-            if os.readlink("/proc/%d/fd/%s" % (pid, name))[8:-1] in inodes:
-                copy = ctypes.CDLL(None, use_errno=True).syscall(_PIDFD_GETFD, process, int(name), 0)
-                return socket.socket(fileno=copy) if copy >= 0 else None
-    except OSError:
-        pass  # it has ended, or may not be looked at
-    finally:
-        os.close(process)
-    return None
 
 
 def _bound(port: int) -> socket.socket:

@@ -8,11 +8,12 @@ import os
 import pkgutil
 import re
 import signal
-import socket
 import time
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
 from . import files, ports, processes
+from .guard import MOST, PortGuard
+from .hub import more_files
 from .runtime import Own
 
 # what is worth keeping of Ray's own logs, and how much of each
@@ -83,7 +84,7 @@ class RayNode:
         self.on_gcs: Callable[[int], None] = lambda port: None  # called when the GCS listens
         self._report = os.path.join(self.temp, "ray_ports.json")
         self._gcs_listens = False
-        self._guard: Optional[socket.socket] = None
+        self.guard = PortGuard(block.workers, min(MOST, more_files() // 4))
         self.process: Optional[asyncio.subprocess.Process] = None
         self._log_from = os.path.getsize(log) if os.path.exists(log) else 0  # earlier tries wrote before it
         self.vital: Dict[
@@ -194,6 +195,7 @@ class RayNode:
             await asyncio.wait([exited], timeout=0.1)
             if asyncio.get_running_loop().time() - checked > 1:
                 self.check_ports()
+                self.guard_ports()
                 checked = asyncio.get_running_loop().time()
             if exited.done():
                 raise RuntimeError(
@@ -209,9 +211,7 @@ class RayNode:
             name = os.path.basename(processes.executable(pid))
             if name in ("raylet", "gcs_server"):
                 self.vital[name] = (pid, processes.start_time(pid))
-        if "gcs_server" in self.vital:
-            # nodes that reconnect after the end of the GCS send the token to its port, so nobody else may have that port
-            self._guard = ports.duplicate_listener(self.vital["gcs_server"][0], self.ports["gcs"])
+        self.guard_ports()
         self.watch = asyncio.ensure_future(self._watch(exited))
 
     async def _is_alive(self) -> bool:
@@ -237,6 +237,7 @@ class RayNode:
         held = bool(self.services)
         while not exited.done() and not self.fallen():
             await asyncio.wait([exited], timeout=0.5)
+            self.guard_ports()
             if held:
                 try:
                     held = not self.check_ports() and asyncio.get_running_loop().time() < late
@@ -247,6 +248,14 @@ class RayNode:
                     self.block.seal(ports.listeners(self.services))
         self.first = [] if exited.done() else self.fallen()
         self.ended.set()
+
+    def guard_ports(self) -> None:
+        """Reserves the ports on which Ray's processes have started to listen."""
+        self.guard.services = {port for name, port in self.ports.items() if port and name != "hub"}
+        try:
+            self.guard.scan([os.getppid()])
+        except OSError:
+            pass  # without a free descriptor, for instance; the next scan is soon
 
     def fallen(self) -> List[str]:
         return [name for name, process in self.vital.items() if not processes.alive(*process)]
