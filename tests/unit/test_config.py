@@ -10,7 +10,8 @@ import jsonschema
 import pytest
 import yaml
 
-from heliostat import backends, planning
+from heliostat import backends
+from heliostat.cluster import planner
 from heliostat.config import FILE, LARGEST_FILE, Config, load, schema
 from heliostat.errors import UsageError
 
@@ -182,7 +183,7 @@ def test_unknown_keys_are_refused_with_the_nearest(
 def test_unknown_keys_of_a_sites_table(file: Path) -> None:
     spec = read(file, "local: {partition: gpu}").spec
     with pytest.raises(UsageError, match=r"unknown key `local\.partition`"):
-        planning.site_options(spec)
+        planner.backend_options(spec)
 
 
 @pytest.mark.parametrize("text", ["local: 3", "slurm: [a]", "ssh: word"])
@@ -301,7 +302,7 @@ def test_an_endless_file_is_not_read_to_its_end() -> None:
 
 
 def _schema() -> dict[str, Any]:
-    return schema({site: planning.site_table(site).json_schema() for site in backends.names()})
+    return schema({site: planner.backend_schema(site).json_schema() for site in backends.names()})
 
 
 def test_the_schema_is_one_and_takes_the_example() -> None:
