@@ -12,7 +12,7 @@ from benchmarks.figures import CannotMeasure, Figure, Turns
 from benchmarks.lab import Lab
 from heliostat import backends
 from heliostat.backends.base import Handle, Observation
-from heliostat.lifecycle import Lifecycle
+from heliostat.cluster.manager import ClusterManager
 from heliostat.states import NodeState
 from heliostat.store import ClusterFolder, NodeRecord, Record, Store
 
@@ -52,7 +52,7 @@ class Day:
         )
         store = Store(lab.path / "events")
         self.folder: ClusterFolder = store.create(record, {"events.jsonl": ""})
-        self.life, self.site = Lifecycle(store), Site()
+        self.life, self.site = ClusterManager(store), Site()
         self.told: dict[str, dict[str, Any]] = {}
 
     def tell(self, names: Iterable[str], state: NodeState, reason: str = "") -> None:
@@ -71,7 +71,7 @@ class Day:
         # asked every time: else it waits for seconds between two questions to the scheduler
         backend = mock.patch.multiple(self.site.backend, observe=self.site.observe, pace=(0.0, 0.0))
         with backend, mock.patch.object(backends, "load", return_value=self.site.backend):
-            self.life.look(self.folder)
+            self.life.observe(self.folder)
         return time.monotonic() - began
 
     def live(self) -> float:

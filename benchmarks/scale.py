@@ -14,7 +14,7 @@ from benchmarks.figures import CannotMeasure, Figure, Turns
 from benchmarks.lab import HELIOSTAT, Lab, free_ports
 from benchmarks.memory import PEAK
 from heliostat.backends.base import Handle
-from heliostat.lifecycle import Lifecycle
+from heliostat.cluster.manager import ClusterManager
 from heliostat.states import NodeState
 from heliostat.store import ClusterFolder, NodeRecord, Record, Store
 
@@ -172,7 +172,7 @@ def _stand_in(lab: Lab, jobs: int) -> Path:
 
 
 def _looks(lab: Lab, turns: Turns) -> list[Figure]:
-    """What `Lifecycle.look` costs, in this process, with a stand-in for squeue."""
+    """What `ClusterManager.look` costs, in this process, with a stand-in for squeue."""
     found = []
     path = os.environ["PATH"]
     judged = SMOKE_JUDGED if turns.smoke else JUDGED
@@ -180,11 +180,11 @@ def _looks(lab: Lab, turns: Turns) -> list[Figure]:
     try:
         for jobs, words in ((1, "one job"), (judged, "a job each")):
             cluster = Cluster(lab, f"look-{jobs}", judged, jobs)
-            life = Lifecycle(cluster.store)
+            life = ClusterManager(cluster.store)
             took = []
             for _ in range(max(3, turns.rounds)):
                 began = time.monotonic()
-                view = life.look(cluster.folder)
+                view = life.observe(cluster.folder)
                 took.append(time.monotonic() - began)
                 if view.alive() != judged:
                     raise CannotMeasure(f"only {view.alive()} of {judged} nodes were judged to be ready")

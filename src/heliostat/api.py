@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from heliostat import backends, config
+from heliostat.cluster.manager import ClusterManager
 from heliostat.errors import Code, HeliostatError, UsageError
 from heliostat.events import Emit
-from heliostat.jobs import Jobs
-from heliostat.lifecycle import Lifecycle
 from heliostat.limits import MOST_WORKERS
 from heliostat.rayapi import FINAL
 from heliostat.spec import ClusterSpec
 
 if TYPE_CHECKING:
     from heliostat.advice import Advice
-    from heliostat.rayapi import RayApi
     from heliostat.sizing import Sizing
 
 
@@ -33,8 +31,8 @@ class Job:
         return f"Job({self.id!r} on {self.cluster.name!r})"
 
     def _api(self) -> Any:
-        life = self.cluster._life
-        return life.api(life.find(self.cluster.name))
+        manager = self.cluster._manager
+        return manager.ray_api(manager.find(self.cluster.name))
 
     def info(self) -> dict[str, Any]:
         """id, status, entrypoint, started, seconds, exit_code, message."""
@@ -61,19 +59,18 @@ class Job:
 
     def wait(self) -> int:
         """Until it has ended; its exit code."""
-        return self.cluster._jobs.wait(self.cluster.name, self.id, lambda chunk: None)
+        return self.cluster._manager.jobs.wait(self.cluster.name, self.id, lambda chunk: None)
 
     def stop(self) -> bool:
         """Tells it to stop; False where it had ended already."""
-        return self.cluster._jobs.stop(self.cluster.name, self.id)
+        return self.cluster._manager.jobs.stop(self.cluster.name, self.id)
 
 
 class Cluster:
     """A running cluster. As a context manager it is ended at the end of the block; `connect` leaves it running."""
 
-    def __init__(self, name: str, life: Lifecycle, *, owned: bool) -> None:
-        self.name, self._life, self._owned = name, life, owned
-        self._jobs = Jobs(life)
+    def __init__(self, name: str, manager: ClusterManager, *, owned: bool) -> None:
+        self.name, self._manager, self._owned = name, manager, owned
         self._proxies: list[Any] = []
 
     def __repr__(self) -> str:
@@ -97,7 +94,7 @@ class Cluster:
     @property
     def address(self) -> str:
         """What `ray.init` takes."""
-        address = self._life.find(self.name).address
+        address = self._manager.find(self.name).address
         if address is None:
             raise HeliostatError(
                 f"`{self.name}` has no address now",
@@ -109,20 +106,18 @@ class Cluster:
     @property
     def environment(self) -> dict[str, str]:
         """The variables that a Ray program needs to join: address, token file, certificates."""
-        env = self._life.environment(self._life.find(self.name)) or {}
+        env = self._manager.environment(self._manager.find(self.name)) or {}
         return {key: str(value) for key, value in env.items()}
 
     def status(self) -> dict[str, Any]:
         """The document of `heliostat status --json`."""
-        from heliostat import report
-
-        return report.status(self._life, self.name)
+        return self._manager.status(self.name)
 
     def plan_rllib(self, strategy: str = "balanced") -> Sizing:
         """Env runners and learners that fit: `config.env_runners(**plan.calls["env_runners"])`, `.learners(…)` likewise."""
         from heliostat import readings, sizing
 
-        nodes, notes = readings.machines(self._life, self.name)
+        nodes, notes = readings.machines(self._manager, self.name)
         return sizing.rllib(nodes, strategy).noting(notes)
 
     def plan_train(
@@ -134,24 +129,22 @@ class Cluster:
         """Workers that fit: `ScalingConfig(**plan.calls["ScalingConfig"])`."""
         from heliostat import readings, sizing
 
-        nodes, notes = readings.machines(self._life, self.name)
+        nodes, notes = readings.machines(self._manager, self.name)
         return sizing.train(nodes, cpus_per_worker, gpus_per_worker, placement).noting(notes)
 
     def advise(self, seconds: float = 15.0) -> list[Advice]:
         """Looks for so long; what keeps the cluster from going faster, or at all. Empty: nothing."""
         from heliostat import advice, readings
 
-        return advice.advise(readings.collect(self._life, self.name, seconds))
+        return advice.advise(readings.collect(self._manager, self.name, seconds))
 
     def scale(self, workers: int) -> None:
         """So many workers besides the head. New ones come; of the old ones the last go, after their work is drained."""
-        from heliostat import growth
-
         if isinstance(workers, bool) or not isinstance(workers, int) or not 0 <= workers <= MOST_WORKERS:
             raise UsageError(
                 "`workers` cannot be used", cause=f"`{workers!r}` is not between 0 and {MOST_WORKERS}"
             )
-        growth.scale(self._life, self.name, workers)
+        self._manager.scaling.scale(self.name, workers)
 
     def submit(
         self,
@@ -165,7 +158,7 @@ class Cluster:
         """A string goes to a shell on the head as it is; a list is taken word by word."""
         words = [command] if isinstance(command, str) else list(command)
         folder = Path(working_dir) if working_dir is not None else None
-        submitted = self._jobs.submit(
+        submitted = self._manager.jobs.submit(
             self.name,
             words,
             working_dir=folder,
@@ -181,25 +174,20 @@ class Cluster:
 
     def jobs(self) -> list[Job]:
         """Every job that Ray remembers."""
-        return [Job(self, job["id"]) for job in self._jobs.list(self.name) if job["kind"] == "job"]
+        return [Job(self, job["id"]) for job in self._manager.jobs.list(self.name) if job["kind"] == "job"]
 
     def dashboard(self, port: int = 0) -> str:
         """Starts a local proxy to the dashboard and returns its URL, which admits one browser; it works until `close`."""
         from heliostat.tunnel import DashboardProxy
 
-        proxy = DashboardProxy(dashboard_api(self._life, self.name), port=port)
+        proxy = DashboardProxy(self._manager.dashboard_api(self.name), port=port)
         proxy.start()
         self._proxies.append(proxy)
         return proxy.url
 
     def down(self) -> None:
         """Ends the cluster and checks that nothing is left."""
-        self._life.down(self.name)
-
-
-def dashboard_api(life: Lifecycle, name: str) -> Callable[[], RayApi]:
-    """Where the dashboard is, asked for anew at every connection: a head may have moved."""
-    return lambda: life.api(life.find(name))
+        self._manager.down(self.name)
 
 
 def up(
@@ -215,7 +203,7 @@ def up(
     `keep`: leave it running at the end of a `with` block. `wait_timeout`: stop waiting for nodes after this many seconds
     and raise DeadlineError; without it, a queue is waited for without end.
     """
-    life = Lifecycle(emit=emit)
+    manager = ClusterManager(emit=emit)
     if wait_timeout is not None and not wait_timeout > 0:
         raise UsageError("`wait_timeout` cannot be used", cause=f"`{wait_timeout}` is no number of seconds")
     sites, flat = backends.names(), {key: value for key, value in values.items() if value is not None}
@@ -225,8 +213,8 @@ def up(
     else:
         path = Path(file) if file else None
         spec = config.load(sites, file=path, flags=flat, nodes_of=backends.nodes_of).spec
-    view = life.up(spec, wait_timeout_s=wait_timeout)
-    return Cluster(view.record.name, life, owned=not keep)
+    view = manager.up(spec, wait_timeout_s=wait_timeout)
+    return Cluster(view.record.name, manager, owned=not keep)
 
 
 def _as_file(spec: ClusterSpec) -> dict[str, Any]:
@@ -239,6 +227,6 @@ def _as_file(spec: ClusterSpec) -> dict[str, Any]:
 
 def connect(name: str) -> Cluster:
     """A cluster that runs already, by its name."""
-    life = Lifecycle()
-    life.find(name)
-    return Cluster(name, life, owned=False)
+    manager = ClusterManager()
+    manager.find(name)
+    return Cluster(name, manager, owned=False)

@@ -14,12 +14,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from heliostat import backends, environment, retention, tls
+from heliostat import backends, retention, tls
 from heliostat.backends.base import Check, Question, by_name
+from heliostat.cluster import environment
+from heliostat.cluster.manager import ClusterManager
+from heliostat.cluster.planner import agent_archive
 from heliostat.errors import Code, HeliostatError
-from heliostat.lifecycle import Lifecycle
 from heliostat.ownership import HOME, TEMP, UnsafePathError, find_unsafe, remedy, temp_directory
-from heliostat.planning import agent_archive
 from heliostat.script import quote
 from heliostat.states import TERMINAL
 from heliostat.store import ClusterFolder, Record, Store, read_json
@@ -148,22 +149,22 @@ CLUSTER = by_name(
 )
 
 
-def examine(life: Lifecycle, spec: ClusterSpec | None, cluster: str | None) -> list[Check]:
+def examine(manager: ClusterManager, spec: ClusterSpec | None, cluster: str | None) -> list[Check]:
     """Every check that fits: with a cluster, of that cluster; else of this machine and the site of the spec."""
     if cluster is not None:
-        view = life.find(cluster)  # no such cluster is an error, not a finding
-        return [check for check in _guarded(lambda: _cluster(life, view.record.name))]
-    machine = (lambda: _hosts(life, spec)) if spec and spec.machines else (lambda: _machine(life, spec))
+        view = manager.find(cluster)  # no such cluster is an error, not a finding
+        return [check for check in _guarded(lambda: _cluster(manager, view.record.name))]
+    machine = (lambda: _hosts(manager, spec)) if spec and spec.machines else (lambda: _machine(manager, spec))
     here = (
         spec is None or backends.load(spec.on).starts_ray
     )  # else no node has anything to do with this machine
     checks = [
-        *_guarded(lambda: _home(life)),
+        *_guarded(lambda: _home(manager)),
         *(_guarded(machine) if here else []),
-        *_guarded(lambda: _leftovers(life)),
+        *_guarded(lambda: _leftovers(manager)),
     ]
     if spec is not None:
-        checks += backends.load(spec.on).checks(spec, life.host_for(spec.sites.get(spec.on, {})))
+        checks += backends.load(spec.on).checks(spec, manager.host_for(spec))
     return checks
 
 
@@ -192,9 +193,11 @@ def _safe(ask: Question, path: str | Path, variable: str, shared: bool = False) 
     return ask.answer(False, str(found), hint=remedy(found, variable))
 
 
-def _home(life: Lifecycle) -> Iterator[Check]:
-    home = life.store.home
-    places = [p for p in (home, life.store.clusters, life.store.ended, life.store.cache) if p.exists()]
+def _home(manager: ClusterManager) -> Iterator[Check]:
+    home = manager.store.home
+    places = [
+        p for p in (home, manager.store.clusters, manager.store.ended, manager.store.cache) if p.exists()
+    ]
     checks = [_safe(HERE["home is safe"], place, HOME) for place in places or [home]]
     unsafe = next((check for check in checks if check.verdict != "ok"), None)
     yield unsafe or checks[0]
@@ -207,7 +210,7 @@ def _home(life: Lifecycle) -> Iterator[Check]:
     free = shutil.disk_usage(home).free
     yield HERE["space for records"].answer(free > 100 * 2**20, f"{format_bytes(free)} free")
     if not unsafe:  # else nothing in it is read
-        yield _history(life.store)
+        yield _history(manager.store)
 
 
 def _history(store: Store) -> Check:
@@ -221,7 +224,7 @@ def _history(store: Store) -> Check:
     return HERE["history"].answer(used <= limit, text)
 
 
-def probe(life: Lifecycle, spec: ClusterSpec | None) -> dict[str, Any]:
+def probe(manager: ClusterManager, spec: ClusterSpec | None) -> dict[str, Any]:
     """What the agent finds on this machine, in the environment that the nodes would use."""
     from heliostat.script import agent_script
 
@@ -232,7 +235,7 @@ def probe(life: Lifecycle, spec: ClusterSpec | None) -> dict[str, Any]:
         script = agent_script(environment, agent, "probe")
         path = Path(folder) / "probe.sh"
         path.write_text(script.render())
-        done = life.host.run(["bash", str(path)], input=b"{}", timeout=60)
+        done = manager.transport.run(["bash", str(path)], input=b"{}", timeout=60)
     try:
         answer = json.loads(done.out.strip().splitlines()[-1])
     except (ValueError, IndexError):
@@ -245,7 +248,7 @@ def probe(life: Lifecycle, spec: ClusterSpec | None) -> dict[str, Any]:
     return dict(answer)
 
 
-def _machine(life: Lifecycle, spec: ClusterSpec | None) -> Iterator[Check]:
+def _machine(manager: ClusterManager, spec: ClusterSpec | None) -> Iterator[Check]:
     if sys.platform == "win32":
         words = "clusters on other machines can be used from it; no node can run on it"
         yield HERE["this machine"].answer(True, words)
@@ -255,7 +258,7 @@ def _machine(life: Lifecycle, spec: ClusterSpec | None) -> Iterator[Check]:
     if safe.verdict != "ok":
         return  # nothing is executed from there
     try:
-        found = probe(life, spec)
+        found = probe(manager, spec)
     except HeliostatError as error:
         yield HERE["environment"].answer(False, str(error))
         return
@@ -300,11 +303,11 @@ def _authenticates(ray: str) -> bool:
     return tuple(int(part) for part in ray.split(".")[:2] if part.isdigit()) >= (2, 52)
 
 
-def _hosts(life: Lifecycle, spec: ClusterSpec) -> Iterator[Check]:
+def _hosts(manager: ClusterManager, spec: ClusterSpec) -> Iterator[Check]:
     """The machines that the file lists, all at once; this one needs no Ray."""
-    places = environment.places(spec, life.host)
+    places = manager.environments.targets(spec)
 
-    def one(place: environment.Place) -> tuple[float, dict[str, Any]]:
+    def one(place: environment.Target) -> tuple[float, dict[str, Any]]:
         asked = time.time()
         try:
             found = environment.probe(place)
@@ -345,25 +348,25 @@ def _hosts(life: Lifecycle, spec: ClusterSpec) -> Iterator[Check]:
         ):
             if not good:  # what is well is in the one line above
                 yield HOSTS[name].answer(False, words, host=place.name)
-    odd = environment.odd(outcomes) if outcomes else None
+    odd = environment.find_mismatch(outcomes) if outcomes else None
     if odd:
         yield HOSTS["versions"].answer(False, f"{odd.message}: {odd.cause}", hint=odd.hint or None)
 
 
-def _leftovers(life: Lifecycle) -> Iterator[Check]:
+def _leftovers(manager: ClusterManager) -> Iterator[Check]:
     """Folders of agents that are gone, records that nobody can read."""
     try:
-        life.store.check()
+        manager.store.check()
     except UnsafePathError:
         return  # nothing there is read; another check says why
-    for name in life.store.names():
-        folder = life.store.find(name)
+    for name in manager.store.names():
+        folder = manager.store.find(name)
         try:
             record = folder.record() if folder else None
         except (HeliostatError, KeyError, TypeError, ValueError):
             record = None
         if folder is None or record is None:
-            path = life.store.clusters / name
+            path = manager.store.clusters / name
             yield HERE["record"].answer(False, f"{path} cannot be read", path=path)
         elif _is_ghost(record):
             words, hint = f"nothing was launched for `{name}`", f"heliostat down {name} --now"
@@ -391,8 +394,8 @@ def _tls(folder: ClusterFolder, name: str) -> Check:
     return next((check for check in checks if check.verdict != "ok"), checks[0])
 
 
-def _cluster(life: Lifecycle, name: str) -> Iterator[Check]:
-    view = life.find(name)
+def _cluster(manager: ClusterManager, name: str) -> Iterator[Check]:
+    view = manager.find(name)
     record, folder = view.record, view.folder
     good = str(view.state) in ("ready", "starting", "queued")
     if _is_ghost(record):
@@ -422,7 +425,7 @@ def _cluster(life: Lifecycle, name: str) -> Iterator[Check]:
         yield CLUSTER["head's agent"].answer(late < 60, words, name=name)
     if view.address:
         try:
-            nodes = life.api(view).nodes()
+            nodes = manager.ray_api(view).nodes()
             words = f"{len(nodes)} nodes alive in its table"
             yield CLUSTER["Ray"].answer(len(nodes) >= view.alive(), words, name=name)
         except HeliostatError as error:

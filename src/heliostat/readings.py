@@ -9,7 +9,7 @@ from typing import Any
 
 from heliostat import sizing
 from heliostat.advice import Actors, Demand, Figures, Gpu, Group, Node, Reading
-from heliostat.lifecycle import Lifecycle
+from heliostat.cluster.manager import ClusterManager
 from heliostat.rayapi import RayApi
 
 EVERY_S = 2.5  # a host is looked at every five seconds
@@ -17,10 +17,10 @@ STORES = 64  # whose objects on disk are asked for, one by one: those with the f
 WAIT = ("PENDING_CREATION", "DEPENDENCIES_UNREADY", "RESTARTING")
 
 
-def machines(life: Lifecycle, name: str) -> tuple[list[sizing.Node], list[str]]:
+def machines(manager: ClusterManager, name: str) -> tuple[list[sizing.Node], list[str]]:
     """(what Ray may use on each node, what to know besides)"""
-    view = life.find(name)
-    nodes = life.api(view).nodes()
+    view = manager.find(name)
+    nodes = manager.ray_api(view).nodes()
     found = [
         sizing.Node(
             str(n["name"]), n["resources"].get("CPU", [0, 0])[1], n["resources"].get("GPU", [0, 0])[1]
@@ -41,11 +41,11 @@ def machines(life: Lifecycle, name: str) -> tuple[list[sizing.Node], list[str]]:
 
 
 def collect(
-    life: Lifecycle, name: str, seconds: float, tell: Callable[[str], None] = lambda text: None
+    manager: ClusterManager, name: str, seconds: float, tell: Callable[[str], None] = lambda text: None
 ) -> Figures:
     """Looks again and again for so long, twice at least."""
-    view = life.find(name)
-    api = life.api(view)
+    view = manager.find(name)
+    api = manager.ray_api(view)
     end, readings, first = time.monotonic() + seconds, [_reading(api)], _spilled(api)
     while True:
         left = end - time.monotonic()

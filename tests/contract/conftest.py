@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from contract.worlds import WORLDS, World, until
-from heliostat import backends, lifecycle, mirror, planning
+from heliostat import backends, mirror
+from heliostat.cluster import planner, readiness
 
 
 # where the platform starts Ray, the same promises are kept in other ways: test_kubernetes.py, test_launcher.py
@@ -21,12 +22,12 @@ def world(
     if request.param not in WORLDS:
         pytest.fail(f"the backend `{request.param}` has no world: add a class to tests/contract/worlds.py")
     monkeypatch.setattr(
-        planning, "agent_archive", planning.agent_archive
+        planner, "agent_archive", planner.agent_archive
     )  # a world may put another in its place
     monkeypatch.setenv("CONTRACT_WORLD", "")
     for name in ("PATH", "XDG_RUNTIME_DIR"):
         monkeypatch.setenv(name, os.environ.get(name, ""))
-    monkeypatch.setattr(lifecycle, "POLL_S", 0.02)
+    monkeypatch.setattr(readiness, "POLL_S", 0.02)
     monkeypatch.setattr(mirror, "PULL_S", mirror.PULL_S)
     (tmp_path / "world").mkdir()
     made = WORLDS[request.param](home, tmp_path / "world")

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from heliostat import backends, config, lifecycle
+from heliostat import backends, config
 from heliostat.backends import kubernetes as site
 from heliostat.cli import app
+from heliostat.cluster import readiness
+from heliostat.cluster.manager import ClusterManager
+from heliostat.cluster.view import View
 from heliostat.events import Event
-from heliostat.lifecycle import Lifecycle
-from heliostat.looking import View
 from heliostat.spec import ClusterSpec
 from heliostat.store import Store
 from standins.kube import Kube
@@ -33,7 +34,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kube]:
 def kube(server: Kube, home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kube]:
     """After each test nothing of it may be left."""
     monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig))
-    monkeypatch.setattr(lifecycle, "POLL_S", 0.02)
+    monkeypatch.setattr(readiness, "POLL_S", 0.02)
     monkeypatch.setattr(site.Kubernetes, "pace", (0.05, 1.0))
     server.control("requests", clear=True)
     yield server
@@ -41,7 +42,7 @@ def kube(server: Kube, home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     store = Store(home)
     for name in store.names():
         if store.find(name):
-            Lifecycle(store).down(name, now=True)
+            ClusterManager(store).down(name, now=True)
     left = {kind: server.names(kind, namespace="ml") for kind in KINDS}
     assert not any(left.values()), left
 
@@ -50,7 +51,7 @@ def spec(**values: Any) -> ClusterSpec:
     return config.check({"name": "lab", "on": "kubernetes", **values}, {}, backends.names())
 
 
-def life(home: Path, told: list[str] | None = None) -> Lifecycle:
+def life(home: Path, told: list[str] | None = None) -> ClusterManager:
     def emit(event: Event) -> None:
         if told is not None:
             told.append(f"{event.node or ''} {event.text} {event.detail.get('reason', '')}".strip())
@@ -58,7 +59,7 @@ def life(home: Path, told: list[str] | None = None) -> Lifecycle:
     for cluster in site.BACKEND._clusters.values():
         cluster.close()
     site.BACKEND._clusters.clear()  # as a command of its own, which remembers nothing
-    return Lifecycle(Store(home), emit)
+    return ClusterManager(Store(home), emit)
 
 
 def states(view: View) -> dict[str, str]:

@@ -15,12 +15,13 @@ from typing import Any
 import pytest
 
 from contract.worlds import STAGES, World, until
-from heliostat import backends, growth, lifecycle, planning, tls
+from heliostat import backends, tls
 from heliostat.backends.base import Handle
 from heliostat.cli import app
+from heliostat.cluster import planner, readiness
+from heliostat.cluster.view import View
 from heliostat.errors import HeliostatError, Interrupted, NotFoundError, PartialFailure, UsageError
 from heliostat.events import Event
-from heliostat.looking import View
 from heliostat.spec import members
 from heliostat.states import TERMINAL, ClusterState, NodeState
 from heliostat.store import ClusterFolder, Record
@@ -81,12 +82,12 @@ def test_what_a_backend_says_of_itself(world: World) -> None:
     assert backend.name == world.site
     assert isinstance(backend.starts_ray, bool) and isinstance(backend.shares_files, bool)
     assert getattr(backend.Options, "__dataclass_params__").frozen  # noqa: B009
-    planning.site_table(world.site).json_schema()
+    planner.backend_schema(world.site).json_schema()
 
 
 def test_a_check_never_raises(world: World) -> None:
     for spec in (None, world.spec()):
-        for check in backends.load(world.site).checks(spec, world.life().host):
+        for check in backends.load(world.site).checks(spec, world.life().transport):
             assert check.verdict in ("ok", "warn", "fail") and check.name
 
 
@@ -97,8 +98,8 @@ def test_a_plan_is_pure_and_always_the_same(
     before = listing(home), dict(os.environ), world.calls
     for call in ("Popen", "run"):
         monkeypatch.setattr(subprocess, call, None)
-    order, plan = planning.plan(folder, spec)
-    assert (order, plan) == planning.plan(folder, spec)
+    order, plan = planner.plan(folder, spec)
+    assert (order, plan) == planner.plan(folder, spec)
     assert before == (listing(home), dict(os.environ), world.calls), "nothing was written, set or run"
     assert [node for step in plan.steps for node in step.nodes] == [member.name for member in members(spec)]
     for step in plan.steps:
@@ -107,7 +108,7 @@ def test_a_plan_is_pure_and_always_the_same(
 
 def test_a_plan_of_some_nodes_has_only_those(world: World) -> None:
     spec = world.spec(nodes=4)
-    _, plan = planning.plan(ClusterFolder(world.store.clusters / "lab"), spec, members(spec)[2:])
+    _, plan = planner.plan(ClusterFolder(world.store.clusters / "lab"), spec, members(spec)[2:])
     assert [node for step in plan.steps for node in step.nodes] == ["w2", "w3"]
 
 
@@ -117,10 +118,10 @@ def test_neither_a_plan_nor_what_is_said_holds_a_secret(
     view = world.life().up(world.spec(nodes=2))
     token = view.folder.read_token()
     assert token
-    _, plan = planning.plan(view.folder, world.spec(nodes=2))
+    _, plan = planner.plan(view.folder, world.spec(nodes=2))
     assert token not in repr(plan)
     file = tmp_path / "lab.yaml"
-    file.write_text(json.dumps(planning.spec_json(world.spec(nodes=2))))
+    file.write_text(json.dumps(planner.spec_json(world.spec(nodes=2))))
     handler = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGHUP)
     for words in (
         ["up", str(file), "--dry-run"],
@@ -147,7 +148,7 @@ def test_certificates_go_where_the_token_goes(world: World, capfd: pytest.Captur
             assert (place / name).read_bytes() == (view.folder.path / name).read_bytes()
             assert (place / name).stat().st_mode & 0o777 == 0o600
         assert (place / "tls").stat().st_mode & 0o777 == 0o700
-    _, plan = planning.plan(view.folder, world.spec(nodes=2, security={"tls": True}))
+    _, plan = planner.plan(view.folder, world.spec(nodes=2, security={"tls": True}))
     said = [repr(plan), *capfd.readouterr()]
     for key in keys:
         line = key.read_bytes().splitlines()[1]
@@ -173,12 +174,12 @@ def test_a_cluster_that_is_taken_over_brings_its_certificates(world: World, tmp_
 def test_launch_goes_on_only_when_it_is_told_to(world: World) -> None:
     """One id at a time; and whatever was launched when its starter died does nothing, or is found again."""
     life, spec = world.life(), world.spec(nodes=3)
-    folder = life._create(spec, None)
+    folder = life.creator.create(spec, None)
     record = folder.record()
-    order, plan = life.plan(spec, mark=record.id)
+    order, plan = life.planner.plan(spec, cluster_id=record.id)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Died):
         patch.setattr(ClusterFolder, "save", die)
-        life.launch(folder, record, order, plan)
+        life.launcher.launch(folder, record, order, plan)
     (first,) = handles(record)
     assert first.nodes[0] == "head" and Handle.from_json(json.loads(json.dumps(first.to_json()))) == first
     if world.orphans_end:
@@ -186,7 +187,7 @@ def test_launch_goes_on_only_when_it_is_told_to(world: World) -> None:
         assert world.starts() == []
         return
     empty, record = folder.record(), folder.record()
-    life.launch(folder, record, order, plan)
+    life.launcher.launch(folder, record, order, plan)
     assert not world.together or handles(record) == [first]
     until(lambda: len(world.running()) == 3, "it is found again, or another takes its place")
     folder.save(empty)
@@ -209,7 +210,7 @@ def test_the_record_has_each_id_before_the_next(world: World, monkeypatch: pytes
 
 def test_one_question_for_all(world: World) -> None:
     view = world.life().up(world.spec(nodes=3))
-    backend, host = backends.load(world.site), world.life().host
+    backend, host = backends.load(world.site), world.life().transport
     costs = []
     for asked in (handles(view.record)[:1], handles(view.record), handles(view.record) * 20):
         before = world.calls
@@ -225,7 +226,7 @@ def test_one_question_for_all(world: World) -> None:
 
 def test_a_handle_that_nobody_knows_is_gone(world: World) -> None:
     view = world.life().up(world.spec())
-    backend, host, stranger = backends.load(world.site), world.life().host, world.stranger()
+    backend, host, stranger = backends.load(world.site), world.life().transport, world.stranger()
     seen = backend.observe([stranger, *handles(view.record)], host)
     assert seen[stranger.native_id].state is NodeState.GONE
     assert all(seen[handle.native_id].state is NodeState.ALLOCATED for handle in handles(view.record))
@@ -233,7 +234,7 @@ def test_a_handle_that_nobody_knows_is_gone(world: World) -> None:
 
 def test_cancel_is_idempotent_and_ends_exactly_these(world: World) -> None:
     view = world.apart(3)
-    backend, host = backends.load(world.site), world.life().host
+    backend, host = backends.load(world.site), world.life().transport
     rest, last = handles(view.record)[:-1], handles(view.record)[-1:]
     backend.cancel([], host)
     for _ in range(2):
@@ -262,7 +263,7 @@ def test_one_that_does_not_listen_is_ended_at_once_when_told_so(world: World) ->
 def test_the_way_to_a_node(world: World) -> None:
     view = world.life().up(world.spec())
     backend = backends.load(world.site)
-    assert backend.reach(handles(view.record)[0], world.life().host).forward("127.0.0.1", 1)
+    assert backend.reach(handles(view.record)[0], world.life().transport).forward("127.0.0.1", 1)
 
 
 # -- a good life
@@ -324,7 +325,7 @@ def test_groups(world: World) -> None:
         return
     assert ready(view, "head", "a-1", "b-1", "b-2") and view.record.nodes["b-2"].group == "b"
     with pytest.raises(UsageError, match="groups"):
-        growth.scale(world.life(), "lab", 2)
+        world.life().scaling.scale("lab", 2)
 
 
 def test_enough_nodes_are_enough(world: World) -> None:
@@ -336,15 +337,15 @@ def test_enough_nodes_are_enough(world: World) -> None:
 def test_scale_up_and_down_and_up(world: World) -> None:
     life = world.life()
     life.up(world.spec(nodes=2))
-    assert ready(growth.scale(life, "lab", 3), "head", "w1", "w2", "w3")
-    assert ready(growth.scale(life, "lab", 1), "head", "w1") and len(world.running()) == 2
-    assert ready(growth.scale(life, "lab", 2), "head", "w1", "w2")
-    assert ready(growth.scale(life, "lab", 0), "head") and len(world.running()) == 1
-    assert ready(growth.scale(life, "lab", 1), "head", "w1")
+    assert ready(life.scaling.scale("lab", 3), "head", "w1", "w2", "w3")
+    assert ready(life.scaling.scale("lab", 1), "head", "w1") and len(world.running()) == 2
+    assert ready(life.scaling.scale("lab", 2), "head", "w1", "w2")
+    assert ready(life.scaling.scale("lab", 0), "head") and len(world.running()) == 1
+    assert ready(life.scaling.scale("lab", 1), "head", "w1")
     assert ready(world.life().up(world.spec(nodes=2)), "head", "w1"), "its size is what it was scaled to"
     if not world.kinds:
         with pytest.raises(UsageError, match="cannot have 9 workers"):
-            growth.scale(life, "lab", 9)
+            life.scaling.scale("lab", 9)
         assert ready(life.find("lab"), "head", "w1"), "nothing has changed"
 
 
@@ -352,20 +353,20 @@ def test_a_name_that_comes_back_is_not_taken_for_the_one_that_left(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The head may have heard only that the first one was leaving, and remember it."""
-    monkeypatch.setattr(lifecycle, "UP_S", 60.0)
+    monkeypatch.setattr(readiness, "UP_S", 60.0)
     world.behave(w1="mute")
     life = world.life()
     world.apart(2)
     for _ in range(3):
-        growth.scale(life, "lab", 0)
-        assert ready(growth.scale(life, "lab", 1), "head", "w1")
+        life.scaling.scale("lab", 0)
+        assert ready(life.scaling.scale("lab", 1), "head", "w1")
 
 
 def test_scale_a_cluster_that_is_not_up(world: World) -> None:
     world.behave(head="hold")
     world.life().up(world.spec(), wait=False)
     with pytest.raises(HeliostatError, match="cannot be used"):
-        growth.scale(world.life(), "lab", 2)
+        world.life().scaling.scale("lab", 2)
 
 
 def test_restart(world: World) -> None:
@@ -385,10 +386,10 @@ def test_a_native_id_names_its_cluster(world: World) -> None:
 
 def test_an_ended_cluster_goes_to_the_history_when_somebody_looks(world: World) -> None:
     view = world.life().up(world.spec())
-    backends.load(world.site).cancel(handles(view.record), world.life().host)
-    (told,) = world.life().all()
+    backends.load(world.site).cancel(handles(view.record), world.life().transport)
+    (told,) = world.life().clusters()
     assert told.record.is_over() and told.record.reason, "it is told of once"
-    assert world.life().all() == [] and [record.name for record in world.life().ever()] == ["lab"]
+    assert world.life().clusters() == [] and [record.name for record in world.life().history()] == ["lab"]
 
 
 # -- a node dies
@@ -507,7 +508,7 @@ def test_the_head_after_it_was_ready(world: World) -> None:
     )
     assert view.state is ClusterState.FAILED and view.address is None, "without a head there is no cluster"
     with pytest.raises(HeliostatError, match="cannot be used"):
-        growth.scale(world.life(), "lab", 3)
+        world.life().scaling.scale("lab", 3)
     second = world.life().up(world.spec(nodes=2))
     assert ready(second, "head", "w1") and second.record.id != first.record.id
     assert len(world.running()) == 2, "what was left of the first is gone"
@@ -565,7 +566,7 @@ def test_up_and_down_at_once(world: World) -> None:
     world.life().up(world.spec(nodes=2))
     up, down = at_once(lambda: world.life().up(world.spec(nodes=2)), lambda: world.life().down("lab"))
     assert isinstance(up, (View, HeliostatError)) and isinstance(down, View), (up, down)
-    left = [view for view in world.life().all() if not view.record.is_over()]
+    left = [view for view in world.life().clusters() if not view.record.is_over()]
     assert len(world.running()) == sum(len(view.record.nodes) for view in left)
 
 
@@ -673,7 +674,7 @@ def test_nobody_by_that_name(world: World) -> None:
         world.life().find,
         world.life().down,
         world.life().restart,
-        lambda name: growth.scale(world.life(), name, 1),
+        lambda name: world.life().scaling.scale(name, 1),
     ):
         with pytest.raises(NotFoundError):
             act("nosuch")
@@ -684,5 +685,7 @@ def test_two_clusters_know_nothing_of_each_other(world: World) -> None:
     life.up(world.spec(nodes=2))
     life.up(world.spec(name="other", nodes=2))
     life.down("lab")
-    assert [view.record.name for view in life.all()] == ["other"] and ready(life.find("other"), "head", "w1")
+    assert [view.record.name for view in life.clusters()] == ["other"] and ready(
+        life.find("other"), "head", "w1"
+    )
     assert len(world.running()) == 2

@@ -12,9 +12,9 @@ import pytest
 from contract.worlds import World
 from heliostat import backends, doctor
 from heliostat.backends import _batch, _kube_api, _launcher
+from heliostat.cluster.manager import ClusterManager
 from heliostat.errors import HeliostatError, NotFoundError
 from heliostat.events import Event
-from heliostat.lifecycle import Lifecycle
 from heliostat.spec import ClusterSpec
 from heliostat.store import Store
 
@@ -58,7 +58,7 @@ def test_nothing_is_recorded_where_the_packages_are_missing(
     monkeypatch.setattr(_kube_api, "connect", no_client)
     spec = ClusterSpec.model_validate({"name": "lab", "on": site, "sites": {site: TABLES[site]}})
     with pytest.raises(HeliostatError, match="package that is not here") as caught:
-        Lifecycle(Store(home)).up(spec)
+        ClusterManager(Store(home)).up(spec)
     assert "pip install" in caught.value.hint and Store(home).names() == [] == Store(home).past()
 
 
@@ -72,7 +72,7 @@ TABLES: dict[str, dict[str, str]] = {
 
 def ghost(world: World) -> None:
     """As an earlier version left it: on record, and nothing was launched."""
-    folder = world.life()._create(world.spec(), None)
+    folder = world.life().creator.create(world.spec(), None)
     record = folder.record()
     record.created -= 3600
     folder.save(record)

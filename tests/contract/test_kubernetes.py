@@ -19,12 +19,12 @@ import yaml
 
 from contract.kube_life import ROOM, kube, lacks, life, pod_of, server, spec, states, typed
 from contract.worlds import until
-from heliostat import growth, nodes, planning, report
 from heliostat.backends import _kube_watch, _kube_words
 from heliostat.backends import kubernetes as site
+from heliostat.cluster import planner
+from heliostat.cluster.manager import ClusterManager
 from heliostat.errors import HeliostatError, Interrupted, NotFoundError, PartialFailure, Refused, UsageError
 from heliostat.events import Event
-from heliostat.lifecycle import Lifecycle
 from heliostat.spec import ClusterSpec
 from heliostat.states import ClusterState
 from heliostat.store import Store
@@ -44,7 +44,7 @@ def test_up_and_down(kube: Kube, home: Path) -> None:
     assert view.address == "ray://lab-head-svc.ml.svc:10001"
     assert kube.names("rayclusters") == ["lab"]
     assert sorted(pod_of(view, node) for node in view.record.nodes) == sorted(kube.names("pods"))
-    status = report.status(life(home), "lab")
+    status = life(home).status("lab")
     assert [node["resources"]["CPU"] for node in status["nodes"]] == [[0, 2]] * 3
     assert all(node["ip"] and node["native_id"] == "ml/lab" for node in status["nodes"])
     assert status["problem"] == "" and status["ray_version"] == "2.60.0"
@@ -91,7 +91,7 @@ def test_up_without_waiting(kube: Kube, home: Path) -> None:
 
 
 def test_a_foreign_cluster_of_that_name_is_left_alone(kube: Kube, home: Path, tmp_path: Path) -> None:
-    theirs = yaml.safe_load(planning.plan(life(home).place_for(spec(), "0"), spec())[1].files[0].text)
+    theirs = yaml.safe_load(planner.plan(life(home).access.cluster_dir(spec(), "0"), spec())[1].files[0].text)
     assert kube.request("POST", "/apis/ray.io/v1/namespaces/ml/rayclusters", theirs)[0] == 201
     with pytest.raises(HeliostatError, match="the name `lab` is in use in the namespace `ml`"):
         life(home).up(spec())
@@ -103,21 +103,21 @@ def test_a_foreign_cluster_of_that_name_is_left_alone(kube: Kube, home: Path, tm
 def test_groups_and_one_of_them_scaled(kube: Kube, home: Path) -> None:
     view = life(home).up(spec(groups={"big": {"nodes": 1, "cpus": 8}, "small": {"nodes": 2}}))
     assert set(states(view)) == {"head", "big-1", "small-1", "small-2"}
-    view = growth.scale(life(home), "lab", 3, "big")
+    view = life(home).scaling.scale("lab", 3, "big")
     assert set(states(view)) == {"head", "big-1", "big-2", "big-3", "small-1", "small-2"}
     assert view.state is ClusterState.READY
     with pytest.raises(UsageError, match="which group of `lab`"):
-        growth.scale(life(home), "lab", 3)
+        life(home).scaling.scale("lab", 3)
     with pytest.raises(UsageError, match="has no group `odd`"):
-        growth.scale(life(home), "lab", 3, "odd")
-    view = growth.scale(life(home), "lab", 0, "small")
+        life(home).scaling.scale("lab", 3, "odd")
+    view = life(home).scaling.scale("lab", 0, "small")
     assert set(states(view)) == {"head", "big-1", "big-2", "big-3"}
 
 
 def test_scale_up_and_down_and_up(kube: Kube, home: Path) -> None:
     life(home).up(spec(nodes=2))
     for workers in (3, 1, 2):
-        view = growth.scale(life(home), "lab", workers)
+        view = life(home).scaling.scale("lab", workers)
         assert set(states(view)) == {"head", *(f"w{i}" for i in range(1, workers + 1))}
         assert view.state is ClusterState.READY and len(kube.names("pods")) == workers + 1
     assert life(home).up(spec(nodes=3)).state is ClusterState.READY  # the file says by now what runs
@@ -138,29 +138,29 @@ def test_nodes_come_and_go_with_demand(kube: Kube, home: Path) -> None:
     )
     assert life(home).up(wanted).state is ClusterState.READY
     with pytest.raises(UsageError, match="as many nodes as its work asks for"):
-        growth.scale(life(home), "lab", 3)
+        life(home).scaling.scale("lab", 3)
 
 
 def test_nobody_can_join(kube: Kube, home: Path) -> None:
     life(home).up(spec())
     with pytest.raises(UsageError, match="nobody can join `lab`"):
-        growth.join(life(home), "lab", spec(), None)
+        life(home).joins.join("lab", spec(), None)
 
 
 def test_put_away_and_brought_back(kube: Kube, home: Path) -> None:
     first = life(home).up(spec(nodes=2))
-    view = life(home).put_away("lab")
+    view = life(home).suspend("lab")
     assert view.state is ClusterState.SUSPENDED and kube.names("pods") == [] and view.address is None
     assert life(home).find("lab").state is ClusterState.SUSPENDED
     with pytest.raises(HeliostatError, match="is suspended, so it cannot be used"):
-        growth.scale(life(home), "lab", 3)
+        life(home).scaling.scale("lab", 3)
     again = life(home).up(spec(nodes=2))
     assert again.state is ClusterState.READY and again.record.id == first.record.id
-    growth.scale(life(home), "lab", 2)
-    life(home).put_away("lab")
+    life(home).scaling.scale("lab", 2)
+    life(home).suspend("lab")
     back = life(home).up(spec(nodes=2))  # the file as it was: it comes back as it is
     assert set(states(back)) == {"head", "w1", "w2"}
-    life(home).put_away("lab")
+    life(home).suspend("lab")
     assert life(home).down("lab").state is ClusterState.ENDED
 
 
@@ -180,11 +180,11 @@ def test_restart_a_node_and_the_whole(kube: Kube, home: Path) -> None:
     view = life(home).up(spec(nodes=3))
     others = {node: pod_of(view, node) for node in ("head", "w2")}
     old = pod_of(view, "w1")
-    view = growth.restart_node(life(home), "lab", "w1")
+    view = life(home).scaling.restart_node("lab", "w1")
     assert states(view) == dict.fromkeys(("head", "w1", "w2"), "READY") and pod_of(view, "w1") != old
     assert {node: pod_of(view, node) for node in others} == others
     with pytest.raises(UsageError, match="is the head of `lab`"):
-        growth.restart_node(life(home), "lab", "head")
+        life(home).scaling.restart_node("lab", "head")
     again = life(home).restart("lab")
     assert again.state is ClusterState.READY and again.record.id != view.record.id
 
@@ -216,10 +216,10 @@ def test_logs_and_commands_on_the_nodes(kube: Kube, home: Path, capfd: pytest.Ca
     life(home).up(spec(nodes=2))
     assert typed(["logs", "lab", "w1"]) == 0
     assert "==> ray-worker.log <==" in capfd.readouterr().out
-    done = nodes.run(life(home), "lab", ["sh", "-c", "echo out; echo err >&2; exit 3"])
+    done = life(home).nodes.run("lab", ["sh", "-c", "echo out; echo err >&2; exit 3"])
     assert {(d.code, d.out, d.err) for d in done.values()} == {(3, "out\n", "err\n")} and len(done) == 2
     with pytest.raises(NotFoundError, match="has no node `w7`"):
-        nodes.run(life(home), "lab", ["true"], "w7")
+        life(home).nodes.run("lab", ["true"], "w7")
 
 
 def test_what_a_dry_run_prints_is_taken_as_it_is(
@@ -258,11 +258,11 @@ def test_doctor(kube: Kube, home: Path, tmp_path: Path, capfd: pytest.CaptureFix
 def test_the_rights_that_are_printed_are_enough(kube: Kube, home: Path) -> None:
     lacks(kube, "", "", "")
     view = life(home).up(spec(nodes=2))
-    growth.scale(life(home), "lab", 2)
-    growth.restart_node(life(home), "lab", "w1")
-    nodes.run(life(home), "lab", ["true"])
+    life(home).scaling.scale("lab", 2)
+    life(home).scaling.restart_node("lab", "w1")
+    life(home).nodes.run("lab", ["true"])
     life(home).refresh(view.folder, "w1")
-    life(home).put_away("lab")
+    life(home).suspend("lab")
     life(home).up(spec(nodes=3))
     life(home).down("lab")
 
@@ -382,9 +382,9 @@ def test_a_conflict_while_it_is_scaled_is_an_error_and_nothing_is_half_done(kube
     life(home).up(spec(nodes=2))
     kube.fault(409, verb="patch", resource="rayclusters", times=1)
     with pytest.raises(Refused):
-        growth.scale(life(home), "lab", 2)
+        life(home).scaling.scale("lab", 2)
     assert set(states(life(home).find("lab"))) == {"head", "w1"}
-    assert growth.scale(life(home), "lab", 2).state is ClusterState.READY
+    assert life(home).scaling.scale("lab", 2).state is ClusterState.READY
 
 
 @pytest.mark.parametrize("how", ["break", "gone", "drop", "forget"])
@@ -429,7 +429,7 @@ def test_a_watch_ends_when_nobody_looks_any_more(
     until(lambda: looker.find("lab") and _watches(looker), "whoever comes back watches again")
 
 
-def _watches(looker: Lifecycle) -> bool:
+def _watches(looker: ClusterManager) -> bool:
     found = site.BACKEND._clusters.values()
     return any(len(c._watches) == 2 and all(w.synced for w in c._watches) for c in found)
 
@@ -439,7 +439,7 @@ def test_a_server_that_falls_silent_is_not_a_dead_cluster(kube: Kube, home: Path
     number = kube.fault(401, verb="get", resource="rayclusters")
     view = life(home).find("lab")
     assert view.state is ClusterState.UNKNOWN and "does not know you" in view.record.nodes["head"].reason
-    assert "does not know you" in report.status(life(home), "lab")["problem"]
+    assert "does not know you" in life(home).status("lab")["problem"]
     kube.clear(number)
     assert life(home).find("lab").state is ClusterState.READY
 
@@ -533,7 +533,7 @@ def test_two_up_at_once(kube: Kube, home: Path) -> None:
 COMMAND = """
 import os, signal, sys
 from heliostat import config, backends
-from heliostat.lifecycle import Lifecycle
+from heliostat.cluster.manager import ClusterManager
 from heliostat.store import ClusterFolder
 stage, save = sys.argv[1], ClusterFolder.save
 def dying(folder, record):
@@ -543,7 +543,7 @@ def dying(folder, record):
     if stage == "after the id" and record.handles:
         os.kill(os.getpid(), signal.SIGKILL)
 ClusterFolder.save = dying
-Lifecycle().up(config.check({"name": "lab", "on": "kubernetes", "nodes": 2}, {}, backends.names()))
+ClusterManager().up(config.check({"name": "lab", "on": "kubernetes", "nodes": 2}, {}, backends.names()))
 """
 
 
@@ -569,5 +569,5 @@ def test_ctrl_c_while_it_starts_releases_everything(kube: Kube, home: Path) -> N
             raise KeyboardInterrupt
 
     with pytest.raises(Interrupted, match="`lab` is released"):
-        Lifecycle(Store(home), emit).up(spec(nodes=2))
+        ClusterManager(Store(home), emit).up(spec(nodes=2))
     assert kube.names("rayclusters") == [] and Store(home).names() == []

@@ -10,9 +10,7 @@ import pytest
 from contract.kube import CLUSTERS, CORE, JOBS, cluster, create, get, job
 from contract.kube_life import kube, life, pod_of, server, spec, states, typed
 from contract.worlds import until
-from heliostat import growth
 from heliostat.errors import NotFoundError
-from heliostat.jobs import Jobs
 from heliostat.states import ClusterState
 from heliostat.store import Store
 from standins.kube import Kube
@@ -104,9 +102,9 @@ def test_pods_of_another_owner_are_not_ended(kube: Kube, home: Path) -> None:
 def test_every_delete_names_the_uid(kube: Kube, home: Path, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     life(home).up(spec(nodes=2))
-    growth.restart_node(life(home), "lab", "w1")
+    life(home).scaling.restart_node("lab", "w1")
     life(home).down("lab", now=True)
-    assert Jobs(life(home)).run(spec(name="once"), COMMAND, lambda *_: None) == 0
+    assert life(home).run(spec(name="once"), COMMAND, lambda *_: None) == 0
     asked = [
         r for r in kube.control("requests") if r["verb"] == "delete" and r["resource"] != "services/proxy"
     ]
@@ -124,7 +122,7 @@ def test_another_run_of_the_same_name_is_left(
 ) -> None:
     """`ls` puts an ended `run` into the history and deletes its RayJob: ours, never the one that has its name."""
     monkeypatch.chdir(tmp_path)
-    Jobs(life(home)).run(spec(nodes=2), SLEEPS, lambda *_: None, detach=True)
+    life(home).run(spec(nodes=2), SLEEPS, lambda *_: None, detach=True)
     theirs = recreate(kube, JOBS)
     life(home)  # a command of its own
     typed([verb, *(() if verb == "ls" else ("lab",))])
@@ -136,7 +134,7 @@ def test_keep_does_not_suspend_another_cluster(kube: Kube, home: Path, theirs_go
     life(home).up(spec(nodes=2))
     theirs = recreate(kube)
     with pytest.raises(NotFoundError, match="`ml/lab` is not there any more") as caught:
-        life(home).put_away("lab")
+        life(home).suspend("lab")
     assert "another RayCluster has its name" in caught.value.cause
     untouched(kube, theirs)
 
@@ -158,5 +156,5 @@ def test_another_cluster_that_appears_in_between_is_not_changed(
 
     monkeypatch.setattr(_kube_api.Api, "call", late)
     with pytest.raises(NotFoundError, match="is not there any more"):
-        looker.put_away("lab") if patched == "suspend" else growth.scale(looker, "lab", 3)
+        looker.suspend("lab") if patched == "suspend" else looker.scaling.scale("lab", 3)
     untouched(kube, made[0])

@@ -13,11 +13,10 @@ import pytest
 from contract.kube import CLUSTERS, JOBS, get
 from contract.kube_life import kube, life, server, spec
 from contract.worlds import until
-from heliostat import lifecycle
 from heliostat.backends import kubernetes as site
+from heliostat.cluster import readiness
+from heliostat.cluster.manager import ClusterManager
 from heliostat.errors import HeliostatError, NotFoundError, UsageError
-from heliostat.jobs import Jobs
-from heliostat.lifecycle import Lifecycle
 from heliostat.store import Store
 from standins.kube import Kube
 
@@ -77,11 +76,11 @@ def plain(error: HeliostatError) -> None:
 def test_a_job_whose_cluster_is_deleted(kube: Kube, home: Path, tmp_path: Path) -> None:
     life(home).up(spec(nodes=2))
     looker = life(home)
-    job = Jobs(looker).submit("lab", begins(tmp_path))
+    job = looker.jobs.submit("lab", begins(tmp_path))
     begun(tmp_path)
     kube.request("DELETE", f"{CLUSTERS}/lab")
     with pytest.raises(HeliostatError, match=f"`lab` ended before the job `{job}` did") as caught:
-        Jobs(looker).wait("lab", job, lambda chunk: None)
+        looker.jobs.wait("lab", job, lambda chunk: None)
     plain(caught.value)
     assert "somebody has deleted it" in caught.value.cause
 
@@ -92,16 +91,19 @@ def test_a_job_whose_cluster_is_deleted_and_archived_by_another_command(
     """`ls` in another shell has put the ended cluster into the history before the one that waits looks."""
     life(home).up(spec(nodes=2))
     looker = life(home)
-    job = Jobs(looker).submit("lab", begins(tmp_path))
+    job = looker.jobs.submit("lab", begins(tmp_path))
 
     def elsewhere() -> None:
         begun(tmp_path)
         kube.request("DELETE", f"{CLUSTERS}/lab")
-        until(lambda: Lifecycle(Store(home)).all() is None or not Store(home).names(), "it is in the history")
+        until(
+            lambda: ClusterManager(Store(home)).clusters() is None or not Store(home).names(),
+            "it is in the history",
+        )
 
     thread = meanwhile(elsewhere)
     with pytest.raises(HeliostatError, match=f"`lab` ended before the job `{job}` did") as caught:
-        Jobs(looker).wait("lab", job, lambda chunk: None)
+        looker.jobs.wait("lab", job, lambda chunk: None)
     thread.join()
     plain(caught.value)
     assert "somebody has deleted it" in caught.value.cause
@@ -120,7 +122,7 @@ def test_a_run_that_is_deleted(
 
     thread = meanwhile(delete)
     with pytest.raises(HeliostatError) as caught:
-        Jobs(life(home)).run(spec(nodes=2), command(*begins(tmp_path)), lambda *_: None)
+        life(home).run(spec(nodes=2), command(*begins(tmp_path)), lambda *_: None)
     thread.join()
     plain(caught.value)
     assert "`lab`" in caught.value.message and "`run`" in caught.value.message
@@ -147,7 +149,7 @@ def test_a_cluster_that_is_being_deleted_is_stopping(kube: Kube, home: Path) -> 
 def test_the_time_limit_ends_the_command(kube: Kube, home: Path, tmp_path: Path) -> None:
     told: list[str] = []
     limited = spec(nodes=2, time="8s")
-    code = Jobs(life(home, told)).run(limited, command(*begins(tmp_path)), lambda *_: None)
+    code = life(home, told).run(limited, command(*begins(tmp_path)), lambda *_: None)
     assert code == 124 and not lives(begun(tmp_path))
     assert [line for line in told if "its time limit of 8s has passed" in line], told
     assert kube.names("rayjobs") == [] and kube.names("pods") == []
@@ -155,13 +157,13 @@ def test_the_time_limit_ends_the_command(kube: Kube, home: Path, tmp_path: Path)
 
 def test_a_command_within_its_limit_is_not_touched(kube: Kube, home: Path) -> None:
     for argv, code in ((["sh", "-c", "exit 7"], 7), (["exit 6"], 6)):  # one word is a shell line
-        assert Jobs(life(home)).run(spec(time="10m"), command(*argv), lambda *_: None) == code
+        assert life(home).run(spec(time="10m"), command(*argv), lambda *_: None) == code
 
 
 def test_the_time_limit_holds_where_nobody_waits(kube: Kube, home: Path, tmp_path: Path) -> None:
     """KubeRay only calls the RayJob Failed at its deadline and deletes the cluster ten minutes later: until then the command
     went on, and its output must stay available."""
-    Jobs(life(home)).run(spec(time="8s"), command(*begins(tmp_path)), lambda *_: None, detach=True)
+    life(home).run(spec(time="8s"), command(*begins(tmp_path)), lambda *_: None, detach=True)
     pid = begun(tmp_path)
     until(lambda: not lives(pid), "the command has ended")
     until(lambda: get(kube, "lab", JOBS)["status"].get("jobStatus") == "FAILED", "KubeRay has seen that")
@@ -179,7 +181,7 @@ def no_timeout_program(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("no_timeout_program")
 def test_the_operators_deadline_ends_a_run(kube: Kube, home: Path, tmp_path: Path) -> None:
     with pytest.raises(HeliostatError, match="`lab` ended before the job `run` did") as caught:
-        Jobs(life(home)).run(spec(time="5s"), command(*begins(tmp_path)), lambda *_: None)
+        life(home).run(spec(time="5s"), command(*begins(tmp_path)), lambda *_: None)
     plain(caught.value)
     assert "its time limit has passed" in caught.value.cause
     assert not lives(begun(tmp_path)) and kube.names("rayjobs") == []
@@ -191,7 +193,7 @@ def test_the_operators_deadline_ends_a_run(kube: Kube, home: Path, tmp_path: Pat
 def test_after_the_operators_deadline_a_detached_run_is_stopping(
     kube: Kube, home: Path, tmp_path: Path
 ) -> None:
-    Jobs(life(home)).run(spec(time="5s"), command(*begins(tmp_path)), lambda *_: None, detach=True)
+    life(home).run(spec(time="5s"), command(*begins(tmp_path)), lambda *_: None, detach=True)
     until(lambda: get(kube, "lab", JOBS)["status"].get("reason") == "DeadlineExceeded", "the deadline")
     view = life(home).find("lab")
     assert str(view.state) == "stopping" and "its time limit has passed" in view.record.nodes["head"].reason
@@ -200,10 +202,10 @@ def test_after_the_operators_deadline_a_detached_run_is_stopping(
 
 
 def test_the_deadline_passes_in_the_queue(kube: Kube, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lifecycle, "UP_S", 60.0)
+    monkeypatch.setattr(readiness, "UP_S", 60.0)
     kube.set(schedule_delay=3600.0)
     with pytest.raises(HeliostatError, match="`lab` did not start") as caught:
-        Jobs(life(home)).run(spec(time="2s"), command("true"), lambda *_: None)
+        life(home).run(spec(time="2s"), command("true"), lambda *_: None)
     assert "its time limit has passed" in caught.value.cause and kube.names("rayjobs") == []
 
 
@@ -226,18 +228,18 @@ def test_an_upload_that_the_head_cannot_hold(kube: Kube, home: Path, small_folde
     with pytest.raises(
         UsageError, match=r"is too big for this head: 60\.0 MiB packed, over 22\.4 MiB"
     ) as caught:
-        Jobs(life(home)).submit("lab", ["true"], working_dir=small_folder)
+        life(home).jobs.submit("lab", ["true"], working_dir=small_folder)
     assert "Ray holds an upload 10 times in memory" in caught.value.cause
     assert "`head: {memory: 8G}`" in caught.value.hint and uploads(kube) == []
     (small_folder / "model.bin").write_bytes(bytes(60 * 2**20))  # as many bytes, and a small package
-    job = Jobs(life(home)).submit("lab", ["true"], working_dir=small_folder)
-    assert Jobs(life(home)).wait("lab", job, lambda chunk: None) == 0 and len(uploads(kube)) == 1
+    job = life(home).jobs.submit("lab", ["true"], working_dir=small_folder)
+    assert life(home).jobs.wait("lab", job, lambda chunk: None) == 0 and len(uploads(kube)) == 1
 
 
 def test_a_run_whose_folder_is_too_big_starts_nothing(kube: Kube, home: Path, small_folder: Path) -> None:
     (small_folder / "model.bin").write_bytes(os.urandom(60 * 2**20))
     with pytest.raises(UsageError, match=r"is too big for this head: 60\.0 MiB packed, over 25\.6 MiB"):
-        Jobs(life(home)).run(spec(memory_per_node="1G"), command("true"), lambda *_: None)
+        life(home).run(spec(memory_per_node="1G"), command("true"), lambda *_: None)
     assert not [r for r in kube.control("requests") if r["verb"] == "create" and r["resource"] == "rayjobs"]
     assert Store(home).names() == []
-    assert Jobs(life(home)).run(spec(memory_per_node="4G"), command("true"), lambda *_: None) == 0
+    assert life(home).run(spec(memory_per_node="4G"), command("true"), lambda *_: None) == 0

@@ -10,11 +10,10 @@ import pytest
 from contract.kube import CORE
 from contract.kube_life import kube, life, pod_of, server, spec, states, typed
 from contract.worlds import until
-from heliostat import collect, nodes, report
 from heliostat.backends import _kube_words
 from heliostat.backends import kubernetes as site
+from heliostat.cluster import log_collector
 from heliostat.errors import DeadlineError, HeliostatError
-from heliostat.jobs import Jobs
 from heliostat.states import ClusterState
 from heliostat.store import Store
 from standins.kube import Kube
@@ -114,7 +113,7 @@ def test_a_container_that_cannot_run_anything_says_so(kube: Kube, home: Path, mo
     """An answer without an exit code has its sentence printed."""
     view = life(home).up(spec())
     monkeypatch.setattr(site, "SHELL", ("nosuchshell",))
-    done = nodes.run(life(home), "lab", ["true"])["head"]
+    done = life(home).nodes.run("lab", ["true"])["head"]
     assert done.code == 255 and 'exec: "nosuchshell": executable file not found' in done.err
     assert view.state is ClusterState.READY
 
@@ -129,12 +128,12 @@ def test_a_kubelet_that_hangs_does_not_keep_the_rest(
     """Logs are asked for, for a short time; then all is deleted, and what hangs is named with the way to end it."""
     told: list[str] = []
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(collect, "COLLECT_S", 1.0)
+    monkeypatch.setattr(log_collector, "COLLECT_S", 1.0)
     if kind == "up":
         life(home).up(spec(nodes=2))
     else:
         command = {"argv": ["sleep", "600"], "cwd": str(tmp_path), "text": "sleep 600"}
-        Jobs(life(home)).run(spec(nodes=2), command, lambda *_: None, detach=True)
+        life(home).run(spec(nodes=2), command, lambda *_: None, detach=True)
     pods = kube.names("pods")
     kube.set(frozen=True)
     with monkeypatch.context() as patient:
@@ -188,7 +187,7 @@ def test_a_restart_in_place_is_shown(kube: Kube, home: Path, capfd: pytest.Captu
     assert typed(["status", "lab"]) == 0
     line = next(line for line in capfd.readouterr().out.splitlines() if line.startswith("w1 "))
     assert " ready " in line and words in line
-    rows = report.status(life(home), "lab")["nodes"]
+    rows = life(home).status("lab")["nodes"]
     assert [row.get("restarts") for row in rows] == [None, 2]
 
 

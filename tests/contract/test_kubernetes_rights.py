@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from contract.kube_life import kube, lacks, life, server, spec, typed
-from heliostat import lifecycle
 from heliostat.backends import _kube_api as kube_api
+from heliostat.cluster import readiness
 from heliostat.errors import Refused
 from heliostat.store import Store
 from standins.kube import Kube
@@ -34,7 +34,7 @@ __all__ = ["kube", "server"]  # fixtures
 def test_up_without_a_right(
     kube: Kube, home: Path, monkeypatch: pytest.MonkeyPatch, group: str, resource: str, verb: str
 ) -> None:
-    monkeypatch.setattr(lifecycle, "UP_S", 30.0)
+    monkeypatch.setattr(readiness, "UP_S", 30.0)
     lacks(kube, group, resource, verb)
     with pytest.raises(Refused) as caught:
         life(home).up(spec())

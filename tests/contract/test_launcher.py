@@ -16,12 +16,13 @@ import pytest
 from moto.server import ThreadedMotoServer
 
 from contract.fake_gcp import FakeGcp
-from heliostat import backends, config, planning
+from heliostat import backends, config
 from heliostat.backends.base import Handle, Order, Plan
+from heliostat.cluster import planner
+from heliostat.cluster.manager import ClusterManager
 from heliostat.errors import HeliostatError
 from heliostat.events import Event
 from heliostat.launching import things
-from heliostat.lifecycle import Lifecycle
 from heliostat.spec import ClusterSpec
 from heliostat.store import ClusterFolder, Store
 from heliostat.transport import Local, process_start
@@ -117,7 +118,7 @@ class Site:
         place = ClusterFolder(folder)
         self.order: Order
         self.plan: Plan
-        self.order, self.plan = planning.plan(place, spec, mark=MARK)
+        self.order, self.plan = planner.plan(place, spec, cluster_id=MARK)
         for file in self.plan.files:
             folder.joinpath(file.path.name).write_text(file.text)
         (folder / "token").write_text("secret")
@@ -143,7 +144,7 @@ class Site:
 def test_a_failed_up_leaves_nothing(account: Account, tmp_path: Path) -> None:
     other = account.instance(ray_cluster_name="lab")
     events: list[Event] = []
-    life = Lifecycle(Store(tmp_path / "home"), events.append)
+    life = ClusterManager(Store(tmp_path / "home"), events.append)
     with pytest.raises(HeliostatError) as error:
         life.up(spec(account))
     assert "did not start" in error.value.message and "Connection refused" in error.value.cause
@@ -296,7 +297,7 @@ def test_before_anything_is_started(
     for name, value in change.items():
         path = f"{tmp_path / 'hidden'}:{os.environ.get('PYTHONPATH', '')}:{':'.join(sys.path)}"
         monkeypatch.setenv(name, path if value == "hidden" else value) if value else monkeypatch.delenv(name)
-    life = Lifecycle(Store(tmp_path / "home"))
+    life = ClusterManager(Store(tmp_path / "home"))
     with pytest.raises(HeliostatError) as error:
         life.up(spec(account))
     assert what in error.value.cause and hint in error.value.hint, error.value.fields()
@@ -354,7 +355,9 @@ def test_google_takes_what_we_write(google: FakeGcp, tmp_path: Path, monkeypatch
         "gpu": {"nodes": 1, "gpus": 1, "options": {"instance": "n1-standard-8", "gpu": "nvidia-tesla-t4"}}
     }
     values = {"on": "gcp", "name": "lab", "groups": groups, "gcp": table}
-    _, plan = planning.plan(ClusterFolder(tmp_path), config.check(values, {}, backends.names()), mark=MARK)
+    _, plan = planner.plan(
+        ClusterFolder(tmp_path), config.check(values, {}, backends.names()), cluster_id=MARK
+    )
     request = json.loads(json.dumps(plan.steps[0].config))
     made = request["config"]
     made["file_mounts"] = {}

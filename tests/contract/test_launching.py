@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from contract.worlds import World, until
-from heliostat import backends, ending, growth
+from heliostat import backends
 from heliostat.backends.base import Handle, Order, Plan
+from heliostat.cluster import terminate
 from heliostat.errors import HeliostatError
 from heliostat.states import NodeState
 from heliostat.transport import Transport
@@ -71,7 +72,7 @@ def test_a_cluster_is_seen_and_written_while_it_is_launched(
         assert gate.reached.wait(60)
 
         def seen() -> bool:
-            views = world.life().all()
+            views = world.life().clusters()
             return [view.record.nodes["head"].state for view in views] == [NodeState.READY]
 
         until(seen, "`ls` shows that the head is ready")
@@ -104,7 +105,7 @@ def test_a_cluster_is_ended_while_it_is_launched(world: World, monkeypatch: pyte
 
 def test_what_can_no_longer_be_recorded_is_cancelled(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """`down` does not wait for ever for the launch, and does not know of the job that it submits."""
-    monkeypatch.setattr(ending, "LAUNCHER_S", 0.0)
+    monkeypatch.setattr(terminate, "LAUNCHER_S", 0.0)
     monkeypatch.setattr(backends.load(world.site), "strays", lambda *_: [])
     gate = Gate(world, monkeypatch, 1, after=False)
     going = Started(lambda: world.life().up(world.spec(**GROUP)))
@@ -122,7 +123,7 @@ def test_what_can_no_longer_be_recorded_is_cancelled(world: World, monkeypatch: 
 def test_nodes_join_while_the_record_is_written(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.life().up(world.spec())
     gate = Gate(world, monkeypatch, 0, after=False)
-    going = Started(lambda: growth.join(world.life(), "lab", world.spec(), None))
+    going = Started(lambda: world.life().joins.join("lab", world.spec(), None))
     try:
         assert gate.reached.wait(60)
         folder = world.store.open("lab")

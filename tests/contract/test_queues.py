@@ -9,12 +9,10 @@ from typing import cast
 import pytest
 
 from contract.worlds import BatchWorld, World
-from heliostat import growth, lifecycle
+from heliostat.cluster.manager import ClusterManager
+from heliostat.cluster.view import View
 from heliostat.errors import DeadlineError
 from heliostat.events import Event
-from heliostat.jobs import Jobs
-from heliostat.lifecycle import Lifecycle
-from heliostat.looking import View
 from heliostat.states import NodeState
 
 pytestmark = [pytest.mark.needs_linux, pytest.mark.parametrize("world", ["slurm", "pbs"], indirect=True)]
@@ -25,7 +23,7 @@ BEHAVES_AS_RUN = {"argv": ["true"], "text": "true", "cwd": "/"}
 
 
 class Clock:
-    """The time that `lifecycle` sees: each of its pauses takes `step` seconds more than it really does."""
+    """The clock of the manager: each of its pauses takes `step` seconds more than it really does."""
 
     def __init__(self) -> None:
         self.step = self.ahead = 0.0
@@ -33,9 +31,6 @@ class Clock:
 
     def monotonic(self) -> float:
         return time.monotonic() + self.ahead
-
-    def time(self) -> float:
-        return time.time()
 
     def sleep(self, seconds: float) -> None:
         self.ahead += self.step
@@ -45,15 +40,14 @@ class Clock:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    made = Clock()
-    monkeypatch.setattr(lifecycle, "time", made)
-    return made
+def batch(world: World) -> BatchWorld:
+    return cast(BatchWorld, world)
 
 
 @pytest.fixture
-def batch(world: World) -> BatchWorld:
-    return cast(BatchWorld, world)
+def clock(batch: BatchWorld) -> Clock:
+    batch.clock = made = Clock()
+    return made
 
 
 def when(node: str, state: str, then: Callable[[], object]) -> Callable[[Event], None]:
@@ -100,7 +94,7 @@ def test_scale_waits_for_a_queue_without_end(batch: BatchWorld, clock: Clock) ->
     batch.queue_job(SECOND)
     clock.at[4800.0] = calm(clock, batch.start_queued)
     hurry(clock)()
-    assert growth.scale(life, "lab", 1).alive() == 2
+    assert life.scaling.scale("lab", 1).alive() == 2
 
 
 def test_the_time_counts_from_the_start_of_an_allocation(batch: BatchWorld, clock: Clock) -> None:
@@ -123,7 +117,7 @@ def test_the_time_counts_from_the_start_of_an_allocation(batch: BatchWorld, cloc
     assert kept(batch.life()).record.nodes["head"].state is NodeState.READY
 
 
-def kept(life: Lifecycle) -> View:
+def kept(life: ClusterManager) -> View:
     view = life.find("lab")
     assert view.address and view.record.target == "up"
     return view
@@ -166,9 +160,9 @@ def test_a_limit_for_the_wait_of_a_join(batch: BatchWorld, command: dict[str, ob
     batch.life().up(batch.spec(nodes=1))
     batch.queue_job(SECOND)
     with pytest.raises(DeadlineError, match="the nodes of `j1` did not join `lab`") as caught:
-        Jobs(batch.life()).join("lab", batch.spec(), command, lambda *_: None, wait_timeout_s=1)
-    assert caught.value.because.startswith("the limit of 1s has passed: j1-1 QUEUED")
+        batch.life().join("lab", batch.spec(), command, lambda *_: None, wait_timeout_s=1)
+    assert caught.value.cause.startswith("the limit of 1s has passed: j1-1 QUEUED")
     assert caught.value.exit_code == 4
     view = kept(batch.life())
     assert list(view.record.nodes) == ["head"] and len(view.record.handles) == len(batch.running()) == 1
-    assert Jobs(batch.life()).join("lab", batch.spec(nodes=1), None, lambda *_: None) == ("j2", 0)
+    assert batch.life().join("lab", batch.spec(nodes=1), None, lambda *_: None) == ("j2", 0)

@@ -14,14 +14,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
-from heliostat import growth, mirror, planning, ssh
+from heliostat import mirror, ssh
 from heliostat.agent import processes
 from heliostat.backends import _batch
 from heliostat.backends.base import Handle
+from heliostat.cluster import planner
+from heliostat.cluster.clock import Clock
+from heliostat.cluster.launch import Launcher
+from heliostat.cluster.manager import ClusterManager
+from heliostat.cluster.view import View
 from heliostat.errors import HeliostatError
 from heliostat.events import Event
-from heliostat.lifecycle import Lifecycle
-from heliostat.looking import View
 from heliostat.spec import ClusterSpec
 from heliostat.store import ClusterFolder, Record, Store
 from heliostat.transport import Completed, Local, Spawned
@@ -65,7 +68,7 @@ class World(Protocol):
         """A cluster `lab` on this site."""
         ...
 
-    def life(self, emit: Callable[[Event], None] = ...) -> Lifecycle: ...
+    def life(self, emit: Callable[[Event], None] = ...) -> ClusterManager: ...
 
     def apart(self, nodes: int) -> View:
         """So many nodes of `lab` are up, each with a handle of its own."""
@@ -141,8 +144,9 @@ class LocalWorld:
         self.store, self.folder = Store(home), folder
         self.runs = self.launched = self.no_launch = 0
         self.no_cancel = False
+        self.clock: Clock = time
         os.environ["CONTRACT_WORLD"] = str(folder)
-        planning.agent_archive = STUB.read_bytes
+        planner.agent_archive = STUB.read_bytes
 
     @property
     def calls(self) -> int:
@@ -151,8 +155,8 @@ class LocalWorld:
     def spec(self, **values: Any) -> ClusterSpec:
         return ClusterSpec.model_validate({"name": "lab", "on": self.site, **values})
 
-    def life(self, emit: Callable[[Event], None] = lambda event: None) -> Lifecycle:
-        return Lifecycle(self.store, emit, Counting(self))
+    def life(self, emit: Callable[[Event], None] = lambda event: None) -> ClusterManager:
+        return ClusterManager(self.store, emit, Counting(self), clock=self.clock)
 
     def apart(self, nodes: int) -> View:
         return self.life().up(self.spec(nodes=nodes))
@@ -241,7 +245,7 @@ class BatchWorld(LocalWorld):
     def apart(self, nodes: int) -> View:
         view = self.life().up(self.spec(nodes=1))
         for workers in range(1, nodes):
-            view = growth.scale(self.life(), "lab", workers)
+            view = self.life().scaling.scale("lab", workers)
         return view
 
     def kill(self, record: Record, node: str) -> None:
@@ -342,11 +346,11 @@ def die(stage: str) -> None:
         if stage == "after the first id" and record.handles:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def dying_launch(life: Lifecycle, folder: ClusterFolder) -> None:
+    def dying_launch(launcher: Launcher, folder: ClusterFolder) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     if stage == "before anything is launched":
-        Lifecycle.launch_missing = dying_launch  # type: ignore[method-assign]
+        Launcher.launch_missing = dying_launch  # type: ignore[method-assign]
     else:
         ClusterFolder.save = dying_save  # type: ignore[method-assign]
 

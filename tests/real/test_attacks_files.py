@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from heliostat.planning import agent_archive
+from heliostat.cluster.planner import agent_archive
 from lab import USER, Lab, wait_for
 from real.faults import Node, fake_ray, four_lines
 from real.onlab import ok

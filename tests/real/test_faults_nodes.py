@@ -26,9 +26,9 @@ OFFSET = 9000
 ASK = ["--cpus-per-node", "1", "--object-store", "100M"]
 # agents that lose patience sooner than those of a person's cluster
 IMPATIENT = """
-from heliostat import planning
-plain = planning.agent_config
-planning.agent_config = lambda *words: {**plain(*words), "silent_s": 10, "orphan_s": 10}
+from heliostat.cluster import planner
+plain = planner.agent_config
+planner.agent_config = lambda *words: {**plain(*words), "silent_s": 10, "orphan_s": 10}
 from heliostat.cli import main
 main()
 """

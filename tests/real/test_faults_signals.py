@@ -122,7 +122,7 @@ def test_the_second_up_leaves_the_cluster_to_the_first(
     words = [*VERBS["up"], "--venv", venv]
     first = start(*words, GATE=str(tmp_path / "gate"))
     until(lambda: node_state(home) == "STARTING", "a start")
-    second = start(*words, program=touching("settle", tmp_path / "waits"))
+    second = start(*words, program=touching("readiness.ReadinessWaiter.wait", tmp_path / "waits"))
     until((tmp_path / "waits").exists, "the second")
     second.send(signal.SIGINT)
     said = refused(second.end(), 130)
@@ -136,12 +136,12 @@ def touching(step: str, place: Path) -> list[str]:
     """The command, but that it makes this file when it comes to this step."""
     text = f"""
 import pathlib
-from heliostat.lifecycle import Lifecycle
-plain = Lifecycle.{step}
+import heliostat.cluster.{step.partition(".")[0]}
+plain = heliostat.cluster.{step}
 def step(*words, **more):
     pathlib.Path({str(place)!r}).touch()
     return plain(*words, **more)
-Lifecycle.{step} = step
+heliostat.cluster.{step} = step
 from heliostat.cli import main
 main()
 """
@@ -287,7 +287,9 @@ def test_while_it_releases(home: Path, tmp_path: Path, start: Start, venv: str, 
         "import pathlib, sys, time\nplace = pathlib.Path(sys.argv[1])\n(place / 'runs').touch()\n"
         "while not (place / 'gate').exists():\n    time.sleep(0.02)\nprint('result')"
     )
-    one = runs(start, tmp_path, venv, text, program=touching("release", tmp_path / "releases"))
+    one = runs(
+        start, tmp_path, venv, text, program=touching("terminate.Terminator.release", tmp_path / "releases")
+    )
     node = Node(home, "lab", "head")
     os.kill(node.keeper, signal.SIGSTOP)
     (tmp_path / "gate").touch()
@@ -331,18 +333,18 @@ AT = {
     # the folder is being written
     "in the draft": "heliostat.store.write_atomic = kill_at(heliostat.store.write_atomic, 3)",
     # the name is claimed, nothing is started
-    "before the launch": "heliostat.lifecycle.Lifecycle.launch_missing = kill_at(None, 1)",
+    "before the launch": "heliostat.cluster.launch.Launcher.launch_missing = kill_at(None, 1)",
     # a process waits for its config, and nobody has written down that it exists
     "before the id is on record": "heliostat.store.ClusterFolder.save = kill_at(heliostat.store.ClusterFolder.save, 2)",
     # it is on record, and never gets its config
     "before the agent is told": "heliostat.transport._feed = kill_at(None, 1)",
     # the head has begun, the worker waits
     "between two nodes": "heliostat.transport._feed = kill_at(heliostat.transport._feed, 2)",
-    "while it waits": "heliostat.lifecycle.Lifecycle.settle = kill_at(None, 1)",
+    "while it waits": "heliostat.cluster.readiness.ReadinessWaiter.wait = kill_at(None, 1)",
 }
 KILLED = """
 import os, signal, sys
-import heliostat.lifecycle, heliostat.store, heliostat.transport
+import heliostat.cluster.launch, heliostat.cluster.readiness, heliostat.store, heliostat.transport
 
 
 def kill_at(function, call):

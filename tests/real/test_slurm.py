@@ -315,9 +315,9 @@ groups:
 SHORT_WAIT = """
 import sys
 if sys.orig_argv[1:3] == ["-m", "heliostat"]:
-    from heliostat import planning
-    plain = planning.agent_config
-    planning.agent_config = lambda *words: {**plain(*words), "gather_s": 3}
+    from heliostat.cluster import planner
+    plain = planner.agent_config
+    planner.agent_config = lambda *words: {**plain(*words), "gather_s": 3}
 """
 
 

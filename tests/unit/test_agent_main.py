@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from heliostat.agent import processes
-from heliostat.planning import agent_archive
+from heliostat.cluster.planner import agent_archive
 
 
 @pytest.fixture(scope="module")

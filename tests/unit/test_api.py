@@ -9,8 +9,8 @@ import pytest
 
 import heliostat
 from heliostat import api
+from heliostat.cluster.manager import ClusterManager
 from heliostat.errors import UsageError
-from heliostat.lifecycle import Lifecycle
 from heliostat.spec import ClusterSpec
 
 
@@ -24,10 +24,10 @@ class Asked(Exception):
 
 @pytest.fixture(autouse=True)
 def nothing_starts(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def up(self: Lifecycle, spec: ClusterSpec, **words: Any) -> None:
+    def up(self: ClusterManager, spec: ClusterSpec, **words: Any) -> None:
         raise Asked(spec)
 
-    monkeypatch.setattr(Lifecycle, "up", up)
+    monkeypatch.setattr(ClusterManager, "up", up)
 
 
 LAB = ClusterSpec(name="lab", nodes=2, sites={"slurm": {"partition": "gpu"}})
@@ -85,4 +85,4 @@ def test_a_limit_for_the_wait_is_checked(seconds: float) -> None:
 @pytest.mark.parametrize("workers", [-1, 1.5, "2", True, 10_000, 10**9])
 def test_a_number_of_workers_is_checked(workers: Any) -> None:
     with pytest.raises(UsageError, match="workers"):
-        api.Cluster("lab", Lifecycle(), owned=False).scale(workers)
+        api.Cluster("lab", ClusterManager(), owned=False).scale(workers)

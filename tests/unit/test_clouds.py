@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import yaml
 
-from heliostat import backends, config, planning
+from heliostat import backends, config
 from heliostat.backends import _prices as prices
 from heliostat.backends.base import Handle, Order, Plan
+from heliostat.cluster import planner
 from heliostat.errors import HeliostatError, UsageError
 from heliostat.launching import words
 from heliostat.spec import ClusterSpec
@@ -74,7 +75,7 @@ def spec(site: str, **more: Any) -> ClusterSpec:
 
 
 def planned(site: str, folder: Path = FOLDER, **more: Any) -> tuple[Order, Plan]:
-    return planning.plan(ClusterFolder(folder), spec(site, **more), mark="0123456789abcdef")
+    return planner.plan(ClusterFolder(folder), spec(site, **more), cluster_id="0123456789abcdef")
 
 
 def launcher(site: str, **more: Any) -> dict[str, Any]:
@@ -161,7 +162,7 @@ def test_spot_is_never_the_head() -> None:
 
 def test_two_clusters_of_one_name_share_no_machine() -> None:
     names = {
-        planning.plan(ClusterFolder(FOLDER), spec("aws"), mark=mark)[1]
+        planner.plan(ClusterFolder(FOLDER), spec("aws"), cluster_id=mark)[1]
         .steps[0]
         .config["config"]["cluster_name"]
         for mark in ("0123456789abcdef", "fedcba9876543210")
@@ -198,7 +199,7 @@ def test_the_examples_are_taken(site: str, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path)
     file = Path(__file__).parents[2] / "examples" / f"{site}.yaml"
     found = config.load(backends.names(), file=file, environ={}).spec
-    taken(planning.plan(ClusterFolder(FOLDER), found)[1].steps[0].config["config"])
+    taken(planner.plan(ClusterFolder(FOLDER), found)[1].steps[0].config["config"])
 
 
 # -- a file of Ray's launcher
@@ -237,7 +238,7 @@ def test_a_file_of_rays_is_used_as_it_is(load: Callable[..., ClusterSpec]) -> No
     assert {name: (g.nodes, g.min, g.max) for name, g in found.groups.items()} == {
         "ray-worker-default": (1, 1, 3)
     }
-    order, plan = planning.plan(ClusterFolder(FOLDER), found, mark="0123456789abcdef")
+    order, plan = planner.plan(ClusterFolder(FOLDER), found, cluster_id="0123456789abcdef")
     made, theirs = plan.steps[0].config["config"], yaml.safe_load(THEIRS)
     ours = ("file_mounts", "setup_commands", "head_start_ray_commands", "worker_start_ray_commands")
     assert {key: value for key, value in made.items() if key not in ours} == {
@@ -255,8 +256,8 @@ def test_a_file_of_rays_is_used_as_it_is(load: Callable[..., ClusterSpec]) -> No
 
 def test_a_record_brings_such_a_file_back(load: Callable[..., ClusterSpec]) -> None:
     found = load(THEIRS)
-    again = config.check(json.loads(json.dumps(planning.spec_json(found))), {}, backends.names())
-    assert planning.spec_json(again) == planning.spec_json(found)
+    again = config.check(json.loads(json.dumps(planner.spec_json(found))), {}, backends.names())
+    assert planner.spec_json(again) == planner.spec_json(found)
 
 
 def test_hosts_of_ones_own(load: Callable[..., ClusterSpec]) -> None:

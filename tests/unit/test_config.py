@@ -14,7 +14,8 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from heliostat import backends, config, planning
+from heliostat import backends, config
+from heliostat.cluster import planner
 from heliostat.config import FILE, LARGEST_FILE, Config, load, schema
 from heliostat.errors import UsageError
 from heliostat.ownership import UnsafePathError
@@ -251,7 +252,7 @@ def test_unknown_keys_are_refused_with_the_nearest(
 def test_unknown_keys_of_a_sites_table(file: Path) -> None:
     spec = read(file, "local: {partition: gpu}").spec
     with pytest.raises(UsageError, match=r"unknown key `local\.partition`"):
-        planning.site_options(spec)
+        planner.backend_options(spec)
 
 
 @pytest.mark.parametrize("text", ["local: 3", "slurm: [a]", "ssh: word"])
@@ -340,7 +341,7 @@ def test_a_wrong_value_of_a_sites_table(file: Path, table: str, key: str, senten
     file.write_text(f"on: {key.partition('.')[0]}\n{table}\n")
     spec = load(backends.names(), file=file, environ={}).spec
     with pytest.raises(UsageError) as caught:
-        planning.site_options(spec)
+        planner.site_options(spec)
     assert (caught.value.message, caught.value.cause) == (f"`{key}` cannot be used", sentence)
 
 
@@ -389,7 +390,7 @@ def test_no_wording_of_the_validator_reaches_a_user_of_a_sites_table(site: str) 
     for field in fields(backends.load(site).Options):
         for value in HOSTILE:
             try:
-                planning.site_options(ClusterSpec(on=site, sites={site: {field.name: value}}))
+                planner.site_options(ClusterSpec(on=site, sites={site: {field.name: value}}))
             except UsageError as error:
                 assert _is_ours(error), (value, error.fields())
 
@@ -479,7 +480,7 @@ def test_an_endless_file_is_not_read_to_its_end() -> None:
 
 
 def _schema() -> dict[str, Any]:
-    return schema({site: planning.site_table(site).json_schema() for site in backends.names()})
+    return schema({site: planner.backend_schema(site).json_schema() for site in backends.names()})
 
 
 def test_the_schema_is_one_and_takes_the_example() -> None:

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from heliostat import backends, config, inventory, planning
+from heliostat import backends, config
+from heliostat.cluster import discovery, planner
+from heliostat.cluster.discovery import Found, choose, discover, render_spec_file, ssh_hosts
 from heliostat.errors import HeliostatError, UsageError
-from heliostat.inventory import Found, choose, look, ssh_hosts, write_up
 from heliostat.spec import ClusterSpec
 from heliostat.store import ClusterFolder
 from heliostat.transport import Completed, Local
@@ -63,7 +64,7 @@ def accepted(text: str, folder: Path) -> ClusterSpec:
     path = folder / "heliostat.yaml"
     path.write_text(text)
     spec = config.load(backends.names(), file=path, environ={}).spec
-    planning.plan(ClusterFolder(folder / spec.cluster_name), spec, host=None)
+    planner.plan(ClusterFolder(folder / spec.cluster_name), spec, host=None)
     return spec
 
 
@@ -76,9 +77,9 @@ def test_hosts_of_the_configuration(home: Path) -> None:
 
 
 def test_a_file_for_hosts(home: Path) -> None:
-    found = look(Machine(), home, {})
+    found = discover(Machine(), home, {})
     assert list(found.sites) == ["ssh", "local"] and choose(found, None) == "ssh"
-    spec = accepted(write_up(found, "ssh", "My lab (2)"), home)
+    spec = accepted(render_spec_file(found, "ssh", "My lab (2)"), home)
     assert spec.cluster_name == "My-lab-2" and spec.environment.venv == "~/venvs/ray"
     assert [h.node for h in spec.hosts] == [
         "tin",
@@ -93,9 +94,9 @@ def test_a_file_for_hosts(home: Path) -> None:
 
 def test_a_file_for_slurm(home: Path) -> None:
     machine = Machine(sbatch="slurm 24.05.1\n", sinfo=SINFO)
-    found = look(machine, home, {})
+    found = discover(machine, home, {})
     assert choose(found, None) == "slurm" and choose(found, "ssh") == "ssh"
-    text = write_up(found, "slurm", "x")
+    text = render_spec_file(found, "slurm", "x")
     assert "# SLURM's default; others here: tiny, gpu" in text and "also found here: ssh, local" in text
     spec = accepted(text, home)
     assert (spec.on, spec.nodes, spec.sites["slurm"]) == ("slurm", 2, {"partition": "long"})
@@ -103,14 +104,14 @@ def test_a_file_for_slurm(home: Path) -> None:
 
 
 def test_a_controller_that_does_not_answer(home: Path) -> None:
-    spec = accepted(write_up(look(Machine(sbatch="slurm 24\n"), home, {}), "slurm", "no"), home)
+    spec = accepted(render_spec_file(discover(Machine(sbatch="slurm 24\n"), home, {}), "slurm", "no"), home)
     assert not spec.sites and spec.name == "no"
 
 
 def test_a_file_for_this_computer(tmp_path: Path) -> None:
-    found = look(Machine(**{"nvidia-smi": "NVIDIA A\nNVIDIA A\nNVIDIA B\n"}), tmp_path, {})
+    found = discover(Machine(**{"nvidia-smi": "NVIDIA A\nNVIDIA A\nNVIDIA B\n"}), tmp_path, {})
     assert list(found.sites) == ["local"]
-    text = write_up(found, "local", "é")
+    text = render_spec_file(found, "local", "é")
     assert "# NVIDIA A, NVIDIA B" in text
     spec = accepted(text, tmp_path)
     assert (spec.on, spec.name, spec.gpus_per_node) == ("local", "local", 3)
@@ -120,10 +121,10 @@ def test_a_file_for_this_computer(tmp_path: Path) -> None:
 def test_a_qstat_is_not_always_that_of_pbs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, is_pbs: bool
 ) -> None:
-    found = look(Machine(qsub="", qstat=said), tmp_path, {})
+    found = discover(Machine(qsub="", qstat=said), tmp_path, {})
     assert ("pbs" in found.sites) == (is_pbs and "pbs" in backends.names())
-    monkeypatch.setattr(inventory.backends, "names", lambda: ["local", "pbs"])
-    assert ("pbs" in look(Machine(qsub="", qstat=said), tmp_path, {}).sites) == is_pbs
+    monkeypatch.setattr(discovery.backends, "names", lambda: ["local", "pbs"])
+    assert ("pbs" in discover(Machine(qsub="", qstat=said), tmp_path, {}).sites) == is_pbs
 
 
 KUBE = """
@@ -143,10 +144,10 @@ def kubeconfig(folder: Path, text: str = KUBE) -> str:
 def test_a_file_for_kubernetes(tmp_path: Path) -> None:
     kubeconfig(tmp_path / ".kube")
     machine = Machine()
-    found = look(machine, tmp_path, {})
+    found = discover(machine, tmp_path, {})
     assert list(found.sites) == ["kubernetes", "local"] and choose(found, None) == "kubernetes"
     assert found.sites["kubernetes"] == "the context arn:aws:eks:eu-west-1:1:cluster/lab, namespace ml"
-    text = write_up(found, "kubernetes", "2. My Lab (É)")
+    text = render_spec_file(found, "kubernetes", "2. My Lab (É)")
     assert "others there: bare" in text and "idle" not in text
     spec = accepted(text, tmp_path)
     assert (spec.cluster_name, spec.nodes) == ("my-lab", 2)
@@ -156,8 +157,8 @@ def test_a_file_for_kubernetes(tmp_path: Path) -> None:
 
 def test_a_context_without_a_namespace(tmp_path: Path) -> None:
     text = "current-context: bare\ncontexts: [{name: bare, context: {cluster: c}}, {name: 'a\n\n b'}]\n"
-    found = look(Machine(), tmp_path, {"KUBECONFIG": kubeconfig(tmp_path, text)})
-    spec = accepted(write_up(found, "kubernetes", "12"), tmp_path)
+    found = discover(Machine(), tmp_path, {"KUBECONFIG": kubeconfig(tmp_path, text)})
+    spec = accepted(render_spec_file(found, "kubernetes", "12"), tmp_path)
     assert spec.sites["kubernetes"] == {"context": "bare"} and spec.cluster_name == "kubernetes"
 
 
@@ -170,9 +171,9 @@ def test_several_kubeconfigs(tmp_path: Path) -> None:
         "current-context: a\ncontexts: [{name: a, context: {namespace: two}}, {name: b, context: {namespace: three}}]\n",
     )
     both = os.pathsep.join(["", str(tmp_path / "nothing"), first, second])
-    found = look(Machine(), tmp_path, {"KUBECONFIG": both})
+    found = discover(Machine(), tmp_path, {"KUBECONFIG": both})
     assert (found.context, found.namespace, found.contexts) == ("b", "three", ("a", "b"))
-    assert "kubernetes" not in look(Machine(), tmp_path, {"KUBECONFIG": first}).sites, (
+    assert "kubernetes" not in discover(Machine(), tmp_path, {"KUBECONFIG": first}).sites, (
         "it has no such context"
     )
 
@@ -185,7 +186,7 @@ def test_several_kubeconfigs(tmp_path: Path) -> None:
     ],
 )
 def test_a_kubeconfig_that_says_nothing(tmp_path: Path, text: str) -> None:
-    found = look(Machine(), tmp_path, {"KUBECONFIG": kubeconfig(tmp_path, text)})
+    found = discover(Machine(), tmp_path, {"KUBECONFIG": kubeconfig(tmp_path, text)})
     assert list(found.sites) == ["local"]
     with pytest.raises(UsageError, match="nothing of `kubernetes` is found here") as caught:
         choose(found, "kubernetes")
@@ -194,14 +195,14 @@ def test_a_kubeconfig_that_says_nothing(tmp_path: Path, text: str) -> None:
 
 def test_a_kubeconfig_that_is_no_file(tmp_path: Path) -> None:
     for path in (str(tmp_path), str(tmp_path / "nothing"), "~nobody-of-this-name/x"):
-        assert "kubernetes" not in look(Machine(), tmp_path, {"KUBECONFIG": path}).sites
+        assert "kubernetes" not in discover(Machine(), tmp_path, {"KUBECONFIG": path}).sites
 
 
 def test_a_kubeconfig_counts_where_there_is_a_backend(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(inventory.backends, "names", lambda: ["local"])
-    assert list(look(Machine(), tmp_path, {"KUBECONFIG": kubeconfig(tmp_path)}).sites) == ["local"]
+    monkeypatch.setattr(discovery.backends, "names", lambda: ["local"])
+    assert list(discover(Machine(), tmp_path, {"KUBECONFIG": kubeconfig(tmp_path)}).sites) == ["local"]
 
 
 def test_a_site_that_is_not_here() -> None:
@@ -214,7 +215,7 @@ def test_a_site_that_is_not_here() -> None:
 
 @pytest.mark.parametrize("word", ["no", "12", "1e3", "on", "null", "a-b", "x@y", "long", "0x1f", "1:30"])
 def test_words_stay_words(word: str) -> None:
-    assert yaml.safe_load(f"- {inventory._plain(word)}") == [word]
+    assert yaml.safe_load(f"- {discovery._plain(word)}") == [word]
 
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.yaml"))

@@ -13,8 +13,9 @@ import jsonschema
 import pytest
 import yaml
 
-from heliostat import config, planning
+from heliostat import config
 from heliostat.backends import _kube_manifest as manifest
+from heliostat.cluster import planner
 from heliostat.errors import UsageError
 from heliostat.spec import ClusterSpec
 from heliostat.store import ClusterFolder
@@ -29,8 +30,8 @@ def spec(**values: Any) -> ClusterSpec:
 
 def rendered(run: bool = False, **values: Any) -> dict[str, Any]:
     command = {"argv": ["true"], "cwd": "/", "text": "true"} if run else None
-    _, plan = planning.plan(
-        ClusterFolder(Path("/nowhere/clusters/lab")), spec(**values), mark="ab" * 8, command=command
+    _, plan = planner.plan(
+        ClusterFolder(Path("/nowhere/clusters/lab")), spec(**values), cluster_id="ab" * 8, command=command
     )
     assert [file.path.name for file in plan.files] == ["manifest.yaml"]
     return dict(yaml.safe_load(plan.files[0].text))
@@ -170,7 +171,7 @@ def test_any_other_field_goes_in() -> None:
 
 
 def test_what_is_printed_has_no_references_and_no_id() -> None:
-    _, plan = planning.plan(
+    _, plan = planner.plan(
         ClusterFolder(Path("/nowhere/clusters/lab")),
         spec(nodes=2, kubernetes={"volumes": [{"emptyDir": {}, "mountPath": "/x"}]}),
     )
@@ -189,7 +190,7 @@ def test_what_the_document_shows_is_accepted(tmp_path: Path, monkeypatch: pytest
         path = tmp_path / "heliostat.yaml"
         path.write_text(block if "\non: " in block else f"on: kubernetes\n{block}")
         found = config.load(SITES, file=path, environ={}).spec
-        planning.plan(ClusterFolder(tmp_path / "lab"), found)
+        planner.plan(ClusterFolder(tmp_path / "lab"), found)
 
 
 REFUSED = [

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from heliostat.backends.base import Observation
+from heliostat.cluster.manager import ClusterManager
+from heliostat.cluster.readiness import startup_hint
+from heliostat.cluster.resolve import needs_report, resolve_state
 from heliostat.events import Event
-from heliostat.lifecycle import Lifecycle, _advice
-from heliostat.looking import judge, needs_words
 from heliostat.states import NodeState as N
 from heliostat.states import check_move
 from heliostat.store import NodeRecord, Record, Store
@@ -28,9 +29,9 @@ def verdict(
     why: str = "", launch: int = 1, alone: bool = True,
 ) -> tuple[N, str]:  # fmt: skip
     node = NodeRecord("w1", "worker", state=now, launch=launch)
-    state, reason, since = judge(node, Observation(seen, why), live, words, wanted, alone)
-    if not needs_words(node, Observation(seen, why), live):
-        assert judge(node, Observation(seen, why), live, {}, wanted, alone)[:2] == (state, reason)
+    state, reason, since = resolve_state(node, Observation(seen, why), live, words, wanted, alone)
+    if not needs_report(node, Observation(seen, why), live):
+        assert resolve_state(node, Observation(seen, why), live, {}, wanted, alone)[:2] == (state, reason)
     assert 0 < since <= time.time()
     if state is not now:
         check_move(now, state)  # whatever the witnesses say, it is a move that there is
@@ -83,23 +84,23 @@ def test_nothing_is_said_to_stop_where_nothing_had_started(
 ) -> None:
     said: list[Event] = []
     folder = store.create(make_record(), {"events.jsonl": ""})
-    Lifecycle(store, said.append).give_up(folder)
+    ClusterManager(store, said.append).terminator.terminate_failed(folder)
     assert not [event.text for event in said if event.text.startswith("stopping")]
     assert store.names() == [] and store.last_past("lab")
 
 
 def test_words_are_not_read_where_the_head_or_the_queue_knows() -> None:
     node = NodeRecord("w1", "worker", launch=1)
-    assert not needs_words(node, Observation(N.QUEUED), {})
-    assert not needs_words(node, Observation(RUNS), said("READY"))
-    assert needs_words(node, Observation(RUNS), said("READY", launch=2))
-    assert needs_words(node, Observation(RUNS), said("GONE"))
-    assert needs_words(node, Observation(RUNS), {})
-    assert needs_words(node, Observation(N.GONE), said("READY"))
+    assert not needs_report(node, Observation(N.QUEUED), {})
+    assert not needs_report(node, Observation(RUNS), said("READY"))
+    assert needs_report(node, Observation(RUNS), said("READY", launch=2))
+    assert needs_report(node, Observation(RUNS), said("GONE"))
+    assert needs_report(node, Observation(RUNS), {})
+    assert needs_report(node, Observation(N.GONE), said("READY"))
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_judge(name: str) -> None:
+def test_resolve_state(name: str) -> None:
     found, expected = CASES[name]
     assert found == expected
 
@@ -123,6 +124,6 @@ def test_words_that_are_not_whole(junk: dict[str, Any]) -> None:
         ("it is Tuesday", "heliostat logs lab head"),
     ],
 )
-def test_advice(reason: str, hint: str) -> None:
+def test_startup_hint(reason: str, hint: str) -> None:
     record = Record("lab", "1", "local", "up", 0.0, {})
-    assert _advice(reason, record).startswith(hint)
+    assert startup_hint(reason, record).startswith(hint)

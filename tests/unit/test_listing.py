@@ -7,23 +7,24 @@ from collections.abc import Callable
 
 import pytest
 
-from heliostat import ending, looking, transport
+from heliostat import transport
+from heliostat.cluster import archive, observe
+from heliostat.cluster.manager import ClusterManager
+from heliostat.cluster.view import View
 from heliostat.errors import HeliostatError
-from heliostat.lifecycle import Lifecycle
-from heliostat.looking import View
 from heliostat.store import ClusterFolder, Record, Store
 
 NAMES = ["a", "b", "c"]
 
 
 @pytest.fixture
-def life(store: Store, make_record: Callable[..., Record]) -> Lifecycle:
+def life(store: Store, make_record: Callable[..., Record]) -> ClusterManager:
     for name in NAMES:
         store.create(make_record(name), {})
-    return Lifecycle(store)
+    return ClusterManager(store)
 
 
-def test_all_clusters_are_asked_at_once(life: Lifecycle, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_clusters_are_asked_at_once(life: ClusterManager, monkeypatch: pytest.MonkeyPatch) -> None:
     """No answer comes before all were asked."""
     asked = threading.Barrier(len(NAMES))
 
@@ -31,11 +32,11 @@ def test_all_clusters_are_asked_at_once(life: Lifecycle, monkeypatch: pytest.Mon
         asked.wait(30)
         return View(folder, folder.record(), {})
 
-    monkeypatch.setattr(life, "look", look)
-    assert [view.record.name for view in life.all()] == NAMES, "in the order of their names"
+    monkeypatch.setattr(life.observer, "observe", look)
+    assert [view.record.name for view in life.clusters()] == NAMES, "in the order of their names"
 
 
-def test_only_so_many_are_asked_at_once(life: Lifecycle, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_so_many_are_asked_at_once(life: ClusterManager, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport, "AT_ONCE", 2)
     now, most, lock, pair = 0, 0, threading.Lock(), threading.Barrier(2)
 
@@ -50,28 +51,28 @@ def test_only_so_many_are_asked_at_once(life: Lifecycle, monkeypatch: pytest.Mon
             now -= 1
         return View(folder, folder.record(), {})
 
-    monkeypatch.setattr(life, "look", look)
-    assert len(life.all()) == 3 and most == 2
+    monkeypatch.setattr(life.observer, "observe", look)
+    assert len(life.clusters()) == 3 and most == 2
 
 
 def test_one_that_fails_keeps_no_other_from_being_listed(
-    life: Lifecycle, monkeypatch: pytest.MonkeyPatch
+    life: ClusterManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def look(folder: ClusterFolder) -> View:
         if folder.name == "b":
             raise HeliostatError("its login node does not answer")
         return View(folder, folder.record(), {})
 
-    monkeypatch.setattr(life, "look", look)
-    assert [view.record.name for view in life.all()] == ["a", "c"]
+    monkeypatch.setattr(life.observer, "observe", look)
+    assert [view.record.name for view in life.clusters()] == ["a", "c"]
 
 
 def test_a_lock_that_another_command_holds_omits_no_cluster(
-    life: Lifecycle, monkeypatch: pytest.MonkeyPatch
+    life: ClusterManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was seen is not written then; it is told all the same."""
-    for module in (looking, ending):
-        monkeypatch.setattr(module, "LOOK_LOCK_S", 0.0)
+    for module in (observe, archive):
+        monkeypatch.setattr(module, "OBSERVE_LOCK_S", 0.0)
     folder = life.store.open("b")
     record = folder.record()
     for node in record.nodes.values():
@@ -80,4 +81,4 @@ def test_a_lock_that_another_command_holds_omits_no_cluster(
     record.handles = [{"native_id": "4194305.1", "nodes": ["head", "w1"], "detail": detail}]
     folder.save(record)
     with folder.lock():
-        assert [view.record.name for view in life.all()] == NAMES
+        assert [view.record.name for view in life.clusters()] == NAMES

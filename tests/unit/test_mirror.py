@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from heliostat import backends, mirror, planning
+from heliostat import backends, mirror
 from heliostat.agent import processes
 from heliostat.backends.base import Handle, Observation
+from heliostat.cluster import planner
+from heliostat.cluster.manager import ClusterManager
 from heliostat.errors import HeliostatError
-from heliostat.looking import Looking
 from heliostat.mirror import Follower, Mirror
 from heliostat.ssh import Here
 from heliostat.states import NodeState
@@ -32,7 +33,7 @@ def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     place = tmp_path / "a home" / PLACE
     (place / "logs/zinc").mkdir(parents=True)
     (place / "nodes").mkdir()
-    (place / "agent.pyz").write_bytes(planning.agent_archive())
+    (place / "agent.pyz").write_bytes(planner.agent_archive())
     (place / "token").write_text("secret")
     (place / "state.json").write_text('{"a": 1}')
     (place / "nodes/zinc.json").write_text("{}")
@@ -202,8 +203,8 @@ def test_last_words_that_have_not_come_yet(
             return {"7": Observation(NodeState.GONE, "PBS has forgotten the job")}
 
     monkeypatch.setattr(backends, "load", lambda _: Site())
-    life, copy = Looking(Store(tmp_path)), Mirror(here, Here(), PLACE)
-    monkeypatch.setattr(life, "mirror", lambda *_: copy)
-    view = life.look(here)
+    life, copy = ClusterManager(Store(tmp_path)), Mirror(here, Here(), PLACE)
+    monkeypatch.setattr(life.access, "mirror", lambda *_: copy)
+    view = life.observe(here)
     assert "zinc" not in view.record.nodes, "it came with a join, and has left in order"
     assert view.live["nodes"]["zinc"]["job"] == {"exit_code": 0}

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from heliostat import backends, config, planning
+from heliostat import backends, config
+from heliostat.cluster import planner
 from heliostat.errors import UsageError
 from heliostat.spec import members
 from heliostat.store import ClusterFolder
@@ -40,7 +41,7 @@ def test_the_same_file_serves_every_site(site: str, tmp_path: Path) -> None:
     path.write_text(FILE % site)
     spec = config.load(backends.names(), file=path, environ={}).spec
     assert (spec.on, spec.cluster_name, len(members(spec))) == (site, "train", 3)
-    _, plan = planning.plan(ClusterFolder(tmp_path / "clusters" / "train"), spec)
+    _, plan = planner.plan(ClusterFolder(tmp_path / "clusters" / "train"), spec)
     assert sum(len(step.nodes) for step in plan.steps) == 3 and plan.files
     told = json.dumps([dict(step.config) for step in plan.steps]) + "".join(file.text for file in plan.files)
     assert "OMP_NUM_THREADS" in told and "vision" in told, "the environment and the labels go everywhere"
@@ -58,7 +59,7 @@ def planned(site: str, more: str, tmp_path: Path) -> None:
     path = tmp_path / "heliostat.yaml"
     path.write_text(FILE.replace("nodes: 3\n", "") % site + more)
     spec = config.load(backends.names(), file=path, environ={}).spec
-    planning.plan(ClusterFolder(tmp_path / "clusters" / "train"), spec)
+    planner.plan(ClusterFolder(tmp_path / "clusters" / "train"), spec)
 
 
 @pytest.mark.parametrize("site", backends.names())

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from heliostat import planning
 from heliostat.backends import ssh as over_ssh
 from heliostat.backends.base import Handle, Order, Plan
 from heliostat.backends.ssh import BACKEND, ssh_words
+from heliostat.cluster import planner
+from heliostat.cluster.manager import ClusterManager
 from heliostat.errors import HeliostatError, UsageError
-from heliostat.looking import Looking
 from heliostat.spec import ClusterSpec, Host, members
 from heliostat.states import NodeState
 from heliostat.store import ClusterFolder, NodeRecord, Record, Store
@@ -27,7 +27,7 @@ PLACE = Path(".heliostat/via/abc")
 def plan(*machines: Any, **values: Any) -> tuple[Order, Plan]:
     spec = ClusterSpec.model_validate({"on": "ssh", "name": "lab", "hosts": list(machines), **values})
     folder = ClusterFolder(PLACE / (members(spec)[0].name))
-    return planning.plan(folder, spec, mark="abc")
+    return planner.plan(folder, spec, cluster_id="abc")
 
 
 @pytest.mark.parametrize(
@@ -189,15 +189,15 @@ def test_a_worker_that_the_head_hears_is_not_asked(
 ) -> None:
     """And one that is silent to us too is the head's to judge."""
     found = machines(gold=Far(DOWN), zinc=Far(DOWN))
-    life = Looking(Store(tmp_path))
-    life._mirrors["abc"] = SimpleNamespace(head=(NodeState.ALLOCATED, ""))  # type: ignore[assignment]
+    life = ClusterManager(Store(tmp_path))
+    life.access._mirrors["abc"] = SimpleNamespace(head=(NodeState.ALLOCATED, ""))  # type: ignore[assignment]
     nodes = {name: NodeRecord(name, "worker", launch=1) for name in ("gold", "zinc")}
     record = Record("lab", "abc", "ssh", "up", 0.0, {}, nodes=nodes)
     live = {"nodes": {"gold": {"state": "READY", "launch": 1}}}
     if zinc:
         live["nodes"]["zinc"] = {"state": zinc, "launch": 1}
     handles = [handle("gold", "head"), handle("zinc")]
-    seen = life._observe(BACKEND, ClusterFolder(tmp_path), record, handles, live)
+    seen = life.observer._ask_backend(ClusterFolder(tmp_path), record, handles, live)
     assert {one.state for one in seen.values()} == {NodeState.ALLOCATED}
     assert (found["gold"].asked, found["zinc"].asked) == (0, asked)
 

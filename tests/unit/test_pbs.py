@@ -14,11 +14,12 @@ from typing import Any
 import click
 import pytest
 
-from heliostat import backends, config, planning
+from heliostat import backends, config
 from heliostat.agent import others
 from heliostat.backends import _batch, _pbs_words, pbs
 from heliostat.backends.base import Handle, Observation, Order, Plan
 from heliostat.cli import join, native, run, up
+from heliostat.cluster import planner
 from heliostat.errors import DeadlineError, HeliostatError, UsageError
 from heliostat.states import NodeState
 from heliostat.store import ClusterFolder
@@ -329,7 +330,7 @@ def planned(
     if queues:
         told = (0, f"=== queues\n{queues}\n=== server\n{SERVER}\n", "")
         host = Pbs(find=(0, f"=== /opt/pbs/bin\n{VERSION}", ""), queues=told)
-    return planning.plan(ClusterFolder(Path(folder)), spec, command=what, host=host)
+    return planner.plan(ClusterFolder(Path(folder)), spec, command=what, host=host)
 
 
 def script(*args: Any, **values: Any) -> str:
@@ -392,7 +393,7 @@ def test_a_node_that_comes_later_has_its_own_chunk() -> None:
     from heliostat.spec import members
 
     def select(*numbers: int) -> str:
-        _, plan = planning.plan(ClusterFolder(Path("/f/lab")), spec, [members(spec)[i] for i in numbers])
+        _, plan = planner.plan(ClusterFolder(Path("/f/lab")), spec, [members(spec)[i] for i in numbers])
         return re.findall(r"select=(\S+)", plan.files[0].text)[0]
 
     assert select(2) == "1:ncpus=4" and select(1, 3) == "1:ncpus=4+1:ncpus=2"

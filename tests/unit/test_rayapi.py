@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from heliostat.cluster.jobs import Jobs
 from heliostat.errors import HeliostatError, NotFoundError
-from heliostat.jobs import Jobs
 from heliostat.rayapi import NoAnswer, RayApi
 from heliostat.states import NodeState
 from unit.ray_server import NODE, TOKEN, Ray, job, serve
@@ -364,11 +364,12 @@ def test_one_who_waits_gets_each_byte_once_whatever_breaks(api: RayApi, ray: Ray
     record = SimpleNamespace(nodes={"head": head}, is_over=lambda: False, reason="")
     view = SimpleNamespace(address="x", record=record, headless=False)
     store = SimpleNamespace(find=lambda name: None)
-    life = SimpleNamespace(
-        api=lambda view: api, find=lambda name: view, store=store, platform=lambda record: None
-    )
+    access = SimpleNamespace(store=store, platform=lambda record: None)
+    observer = SimpleNamespace(find=lambda name: view, find_or_archived=lambda name: view)
+    connector = SimpleNamespace(ray_api=lambda view: api)
+    jobs = Jobs(access, observer, connector, lambda event: None, time)  # type: ignore[arg-type]
     got: list[bytes] = []
-    assert Jobs(life).wait("lab", "j1", got.append) == 3
+    assert jobs.wait("lab", "j1", got.append) == 3
     assert b"".join(got) == ray.log
 
 

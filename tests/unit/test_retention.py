@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from heliostat import doctor, retention
+from heliostat.cluster.manager import ClusterManager
+from heliostat.cluster.view import View
 from heliostat.errors import UsageError
 from heliostat.events import Event
-from heliostat.lifecycle import Lifecycle
-from heliostat.looking import View
 from heliostat.states import NodeState
 from heliostat.store import ClusterFolder, Record, Store
 
@@ -86,9 +86,9 @@ def end(store: Store, record: Record) -> list[str]:
     for node in record.nodes.values():
         node.state = NodeState.GONE
     folder = fill(store.create(record, {"agent.pyz": b"", "events.jsonl": ""}), 20 * KIB)
-    life = Lifecycle(store, said.append)
-    life._at_home.add(record.id)
-    life._archive(View(folder, record, {}))
+    life = ClusterManager(store, said.append)
+    life.access.mark_collected(record)
+    life.archiver.archive(View(folder, record, {}))
     return [event.text for event in said if event.kind == "note"]
 
 
@@ -113,8 +113,8 @@ def test_every_end_keeps_the_limit(
 def test_doctor_says_how_much_is_used(
     store: Store, three: list[ClusterFolder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check = next(check for check in doctor._home(Lifecycle(store)) if check.name == "history")
+    check = next(check for check in doctor._home(ClusterManager(store)) if check.name == "history")
     assert check.verdict == "ok" and check.found.endswith(" of 1.0 GiB, 3 ended clusters")
     monkeypatch.setenv(retention.VARIABLE, "1K")
-    check = next(check for check in doctor._home(Lifecycle(store)) if check.name == "history")
+    check = next(check for check in doctor._home(ClusterManager(store)) if check.name == "history")
     assert (check.verdict, check.hint) == ("warn", "heliostat history --prune")

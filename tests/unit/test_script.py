@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from heliostat.planning import plan
+from heliostat.cluster.planner import plan
 from heliostat.script import BatchScript, agent_script, export, quote, split
 from heliostat.spec import ClusterSpec, Environment
 from heliostat.store import ClusterFolder

@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 
-from heliostat import environment
 from heliostat.agent.setup import Claim
-from heliostat.environment import Outcome, Place, problem
+from heliostat.cluster import environment
+from heliostat.cluster.environment import Outcome, Target, find_problem
+from heliostat.cluster.manager import ClusterManager
+from heliostat.cluster.planner import agent_archive
 from heliostat.errors import Interrupted, UsageError
 from heliostat.events import Event
-from heliostat.planning import agent_archive
 from heliostat.spec import ClusterSpec, Environment
 from heliostat.ssh import Ssh
 from heliostat.transport import Local, process_start
@@ -142,7 +143,7 @@ def test_requirements_are_installed_once(world: World) -> None:
         world.ask(requirements="requirements.txt")["done"] == "nothing" and world.ask()["done"] == "nothing"
     )
     file.write_text("torch==2\n")
-    assert world.ask(requirements="requirements.txt", look=True)["needed"] and not world.told()
+    assert world.ask(requirements="requirements.txt", check_only=True)["needed"] and not world.told()
     assert world.ask(requirements="requirements.txt")["done"] == "installed"
 
 
@@ -224,8 +225,8 @@ def test_conda_without_a_python_of_its_own(world: World) -> None:
 # -- on the machine where a person types
 
 
-def place(host: Any = None, name: str = "here", **wanted: Any) -> Place:
-    return Place(name, Environment(**wanted), host or Local(), sys.executable)
+def place(host: Any = None, name: str = "here", **wanted: Any) -> Target:
+    return Target(name, Environment(**wanted), host or Local(), sys.executable)
 
 
 def test_what_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,7 +246,9 @@ def test_what_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert sent["requirements.txt"] == b"torch  # big\nnumpy\n" and sent["wheels/a.whl"] == b"w"
     assert b"\nmodule load python\n" in sent["setup.sh"]
     assert environment.request(far)["venv"] == "~/v", "whose home that is, is known there"
-    assert not any("wheels/" in name for name in environment.files(far, environment.request(far, look=True)))
+    assert not any(
+        "wheels/" in name for name in environment.files(far, environment.request(far, check_only=True))
+    )
     near = environment.request(place(**wanted))
     assert near["venv"] == os.path.expanduser("~/v") and near["wheels"] == str(tmp_path / "wheels")
 
@@ -264,7 +267,7 @@ def test_what_is_to_be_sent_must_be_here(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "self.txt").write_text("--requirement=self.txt\n")
     with pytest.raises(UsageError, match=says):
-        environment.settle([place(**wanted)], lambda event: None)
+        ClusterManager(emit=lambda event: None).environments.install([place(**wanted)])
 
 
 def test_every_host_with_its_own_environment() -> None:
@@ -272,7 +275,7 @@ def test_every_host_with_its_own_environment() -> None:
     spec = ClusterSpec(
         on="ssh", hosts=hosts, head="c", environment={"venv": "~/v"}, sites={"ssh": {"python": "py"}}
     )  # type: ignore[arg-type]
-    found = environment.places(spec, Local())
+    found = ClusterManager().environments.targets(spec)
     assert [(p.name, p.environment.venv, p.python) for p in found] == [("c", "~/v", "py"), ("a", "~/v", "py"), ("b", None, "py")]  # fmt: skip
 
 
@@ -280,8 +283,8 @@ def test_planning_asks_no_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """`--dry-run` too."""
     spec = ClusterSpec(on="ssh", hosts=["a"], environment={"venv": "~/v"})  # type: ignore[arg-type,list-item]
     monkeypatch.setattr(Ssh, "run", lambda *_, **__: pytest.fail("it was asked"))
-    (one,) = environment.places(spec, Local())
-    assert one.is_far and environment.files(one, environment.request(one))
+    (one,) = ClusterManager().environments.targets(spec)
+    assert one.is_remote and environment.files(one, environment.request(one))
 
 
 def test_conda_is_called_as_a_node_calls_it() -> None:
@@ -296,8 +299,10 @@ def test_the_real_way_on_this_machine(world: World, monkeypatch: pytest.MonkeyPa
     told: list[str] = []
     wanted = place(venv="~/v/ray", setup=("echo noise", "export RAY_X=1"))
     other = place(name="other", venv="~/v/ray")
-    outcomes = environment.settle([wanted, other], lambda event: told.append(event.text))
-    assert sorted(str(one.done) for one in outcomes) == ["made", "nothing"] and problem(outcomes) is None
+    outcomes = ClusterManager(emit=lambda event: told.append(event.text)).environments.install(
+        [wanted, other]
+    )
+    assert sorted(str(one.done) for one in outcomes) == ["made", "nothing"] and find_problem(outcomes) is None
     assert {"here: made, with Ray 2.60.0", "other: has Ray 2.60.0 already"} <= set(told) or {
         "other: made, with Ray 2.60.0", "here: has Ray 2.60.0 already"} <= set(told)  # fmt: skip
 
@@ -313,7 +318,7 @@ def test_interrupted(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(Interrupted, match="interrupted while installing"):
-        environment.settle([place(venv="~/v/ray")], ctrl_c)
+        ClusterManager(emit=ctrl_c).environments.install([place(venv="~/v/ray")])
     assert list(world.venv.parent.iterdir()) == []
     assert process_start(int(Path(f"{world.said}.pid").read_text())) is None
 
@@ -326,14 +331,14 @@ def ready(name: str, ray: str = "2.60.0", python: str = "3.11.2") -> Outcome:
 
 
 def test_they_agree() -> None:
-    assert problem([ready("a"), ready("b", python="3.11.9")]) is None
+    assert find_problem([ready("a"), ready("b", python="3.11.9")]) is None
 
 
 def test_the_odd_one_is_named() -> None:
-    error = problem([ready("a", python="3.9.2"), ready("b"), ready("c")])
+    error = find_problem([ready("a", python="3.9.2"), ready("b"), ready("c")])
     assert error and error.exit_code == 1 and error.message == "Python must be the same on every host"
     assert error.cause == "a has Ray 2.60.0, Python 3.9; the other 2 hosts have Ray 2.60.0, Python 3.11"
-    error = problem([ready("a"), ready("b", ray="2.59.0")])
+    error = find_problem([ready("a"), ready("b", ray="2.59.0")])
     assert error and error.message.startswith("Ray must be") and error.cause.startswith("b has Ray 2.59.0"), (
         "of two, the head counts"
     )
@@ -341,8 +346,8 @@ def test_the_odd_one_is_named() -> None:
 
 def test_those_that_failed_are_named_together() -> None:
     lost = [Outcome(name, error="no route", hint="ssh it") for name in ("b", "c")]
-    error = problem([ready("a"), *lost])
+    error = find_problem([ready("a"), *lost])
     assert error and error.exit_code == 3 and error.message == "2 of the 3 hosts could not be set up"
     assert error.cause == "b, c: no route" and error.hint == "ssh it"
-    error = problem(lost)
+    error = find_problem(lost)
     assert error and error.exit_code == 1 and error.message == "none of the 2 hosts could be set up"

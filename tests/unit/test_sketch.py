@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from heliostat import backends, config, planning
+from heliostat import backends, config
 from heliostat.backends.base import Backend, Handle, Order, Plan
+from heliostat.cluster import planner
 from heliostat.errors import HeliostatError, UsageError
 from heliostat.states import NodeState
 from heliostat.store import ClusterFolder
@@ -52,9 +53,9 @@ def listing(**jobs: str) -> str:
 def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
     """The sketch among the sites, as if its file were in the folder of the others."""
     monkeypatch.setattr(backends, "__path__", [*backends.__path__, str(SKETCHES)])
-    planning.site_table.cache_clear()
+    planner.backend_schema.cache_clear()
     yield backends.load("gridengine")
-    planning.site_table.cache_clear()
+    planner.backend_schema.cache_clear()
     sys.modules.pop("heliostat.backends.gridengine", None)
     importlib.invalidate_caches()
 
@@ -63,7 +64,7 @@ def planned(nodes: int = 3, **more: Any) -> tuple[Order, Plan]:
     said = {"on": "gridengine", "name": "lab", "gridengine": TABLE, **more}
     size = {} if "groups" in more else {"nodes": nodes}
     spec = config.check({**said, **size}, {}, backends.names())
-    return planning.plan(ClusterFolder(Path("/home/me/.heliostat/clusters/lab")), spec)
+    return planner.plan(ClusterFolder(Path("/home/me/.heliostat/clusters/lab")), spec)
 
 
 class Grid(Scheduler):
@@ -79,7 +80,7 @@ def test_it_is_found_by_its_name_alone(backend: Backend) -> None:
     promised = {name for name in vars(Backend) if not name.startswith("_")} | set(Backend.__annotations__)
     assert sorted(name for name in promised if not hasattr(backend, name)) == []
     assert getattr(backend.Options, "__dataclass_params__").frozen  # noqa: B009
-    assert set(planning.site_table("gridengine").json_schema()["properties"]) >= {"pe", "slots", "extra"}
+    assert set(planner.backend_schema("gridengine").json_schema()["properties"]) >= {"pe", "slots", "extra"}
 
 
 def test_the_script_is_what_it_was(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:

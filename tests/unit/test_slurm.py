@@ -14,10 +14,11 @@ from typing import Any
 import click
 import pytest
 
-from heliostat import config, planning
+from heliostat import config
 from heliostat.backends import _batch, _slurm_words, slurm
 from heliostat.backends.base import Handle, Observation, Order, Plan
 from heliostat.cli import join, native, run, up
+from heliostat.cluster import planner
 from heliostat.errors import Code, DeadlineError, HeliostatError, UsageError
 from heliostat.script import directive
 from heliostat.spec import ClusterSpec
@@ -207,7 +208,7 @@ def planned(
     spec = config.check({"name": "lab", "on": "slurm", "nodes": nodes, **values}, {}, ["local", "slurm"])
     what = {"argv": ["true"], "text": "true", "cwd": "/"} if command else None
     host = Scheduler(sinfo=(0, sinfo, "")) if sinfo else None
-    return planning.plan(ClusterFolder(Path(folder)), spec, command=what, host=host)
+    return planner.plan(ClusterFolder(Path(folder)), spec, command=what, host=host)
 
 
 def script(*args: Any, **values: Any) -> str:
@@ -301,7 +302,7 @@ def test_a_group_is_a_job_of_its_own_that_starts_after_the_heads() -> None:
         "big": {"gpus": 2, "options": {"partition": "gpu", "extra": ["-x", "n9"]}},
     }
     spec = config.check({"name": "lab", "on": "slurm", "groups": groups}, {}, ["local", "slurm"])
-    _, plan = planning.plan(ClusterFolder(Path("/f/lab")), spec)
+    _, plan = planner.plan(ClusterFolder(Path("/f/lab")), spec)
     assert [step.nodes for step in plan.steps] == [("head",), ("cpu-1", "cpu-2"), ("big-1",)]
     assert [slurm.AFTER in step.argv for step in plan.steps] == [False, True, True]
     head, cpu, big = (file.text for file in plan.files)
@@ -309,7 +310,7 @@ def test_a_group_is_a_job_of_its_own_that_starts_after_the_heads() -> None:
     assert "--nodes=2" in cpu and "--cpus-per-task=4" in cpu and "--partition" not in head + cpu
     assert {"#SBATCH --partition=gpu", "#SBATCH -xn9", "#SBATCH --gpus-per-node=2"} <= set(big.splitlines())
     says = Scheduler(squeue=(0, "", ""), sbatch=(0, "41\n", ""))
-    order, _ = planning.plan(ClusterFolder(Path("/f/lab")), spec)
+    order, _ = planner.plan(ClusterFolder(Path("/f/lab")), spec)
     assert [handle.nodes for handle in BACKEND.launch(plan, order, says)] == [s.nodes for s in plan.steps]
     sent = [words for words in says.asked if words[0] == "sbatch"]
     assert ["--dependency=after:41" in words for words in sent] == [False, True, True]
@@ -319,7 +320,7 @@ def test_a_wrong_option_of_a_group_is_named() -> None:
     groups = {"big": {"options": {"partitoin": "gpu"}}}
     spec = config.check({"name": "lab", "on": "slurm", "groups": groups}, {}, ["local", "slurm"])
     with pytest.raises(UsageError, match="partitoin") as caught:
-        planning.plan(ClusterFolder(Path("/f/lab")), spec)
+        planner.plan(ClusterFolder(Path("/f/lab")), spec)
     assert "partition" in caught.value.hint
 
 

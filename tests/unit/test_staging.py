@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
-from heliostat import environment, planning, staging
+from heliostat import staging
+from heliostat.cluster import planner
+from heliostat.cluster.manager import ClusterManager
 from heliostat.errors import HeliostatError
 from heliostat.events import Event
 from heliostat.spec import ClusterSpec
@@ -151,8 +153,8 @@ def test_the_agents_are_told_where_it_is(venv: Path, store: Store) -> None:
     link = venv.parent / "link"
     link.symlink_to(venv)
     spec = ClusterSpec.model_validate({"environment": {"venv": str(link), "stage": "local"}})
-    environment.pack(spec, store, quiet)
-    order, _ = planning.plan(ClusterFolder(store.clusters / "lab"), spec)
+    ClusterManager(store, quiet).environments.pack(spec)
+    order, _ = planner.plan(ClusterFolder(store.clusters / "lab"), spec)
     told = order.config["stage"]
     assert Path(told["archive"]).exists() and told["venv"] == str(link)
     assert told["paths"] == sorted([str(link), str(venv)])

@@ -10,12 +10,13 @@ from typing import Any, cast
 
 import pytest
 
-from heliostat import telling
 from heliostat.backends.base import Handle, Platform, Told
+from heliostat.cluster import platform_sync, resolve
+from heliostat.cluster.platform_sync import DEMAND, PlatformSync, handle_of, new_nodes
+from heliostat.cluster.resolve import resolve_platform_state
 from heliostat.errors import HeliostatError, NotFoundError, Refused
 from heliostat.states import NodeState
 from heliostat.store import ClusterFolder, NodeRecord, Record, Store
-from heliostat.telling import DEMAND, Telling, believe, handle_of, newcomers
 from heliostat.transport import Local
 
 N = NodeState
@@ -64,7 +65,8 @@ class Fake:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
     """What `time.time` says; each test moves it by hand."""
     now = [1000.0]
-    monkeypatch.setattr(telling, "time", SimpleNamespace(time=lambda: now[0], monotonic=time.monotonic))
+    for module in (platform_sync, resolve):
+        monkeypatch.setattr(module, "time", SimpleNamespace(time=lambda: now[0], monotonic=time.monotonic))
     yield now
 
 
@@ -84,11 +86,11 @@ def fake() -> Fake:
 
 
 @pytest.fixture
-def told(folder: ClusterFolder, fake: Fake) -> Telling:
-    return Telling(folder, cast("Platform", fake), Local())
+def told(folder: ClusterFolder, fake: Fake) -> PlatformSync:
+    return PlatformSync(folder, cast("Platform", fake), Local())
 
 
-def pull(told: Telling, record: Record) -> dict[str, dict[str, Any]]:
+def pull(told: PlatformSync, record: Record) -> dict[str, dict[str, Any]]:
     told.again()
     told.pull(record)
     return dict(told.folder.state()["nodes"])
@@ -97,12 +99,12 @@ def pull(told: Telling, record: Record) -> dict[str, dict[str, Any]]:
 # -- what is written
 
 
-def test_nothing_was_asked_of_the_platform_yet(told: Telling, fake: Fake, make_record: Any) -> None:
+def test_nothing_was_asked_of_the_platform_yet(told: PlatformSync, fake: Fake, make_record: Any) -> None:
     told.pull(make_record())
     assert not fake.asked and told.folder.state() == {} and handle_of(make_record()) is None
 
 
-def test_since_when(told: Telling, record: Record, fake: Fake, clock: list[float]) -> None:
+def test_since_when(told: PlatformSync, record: Record, fake: Fake, clock: list[float]) -> None:
     assert {name: words["since"] for name, words in pull(told, record).items()} == {"head": 1000, "w1": 1000}
     clock[0] = 2000.0
     fake.nodes["w1"] = said("QUEUED", one="pod-1", reason="other words for the same")
@@ -115,13 +117,13 @@ def test_since_when(told: Telling, record: Record, fake: Fake, clock: list[float
     assert pull(told, record)["head"]["since"] == 1000
 
 
-def test_the_platform_is_given_what_it_said_last(told: Telling, record: Record, fake: Fake) -> None:
+def test_the_platform_is_given_what_it_said_last(told: PlatformSync, record: Record, fake: Fake) -> None:
     first = pull(told, record)
     pull(told, record)
     assert fake.asked[0] == (["head", "w1"], {}) and fake.asked[1] == (["head", "w1"], first)
 
 
-def test_what_does_not_change_is_not_written(told: Telling, record: Record, clock: list[float]) -> None:
+def test_what_does_not_change_is_not_written(told: PlatformSync, record: Record, clock: list[float]) -> None:
     pull(told, record)
     path = told.folder.path / "state.json"
     before = path.stat().st_ino
@@ -130,7 +132,7 @@ def test_what_does_not_change_is_not_written(told: Telling, record: Record, cloc
     assert path.stat().st_ino == before
 
 
-def test_more_that_is_noted_stays(told: Telling, record: Record) -> None:
+def test_more_that_is_noted_stays(told: PlatformSync, record: Record) -> None:
     told.note(jobs=[{"id": "x"}])
     pull(told, record)
     assert told.folder.state()["jobs"] == [{"id": "x"}] and "w1" in told.folder.state()["nodes"]
@@ -141,9 +143,11 @@ def test_more_that_is_noted_stays(told: Telling, record: Record) -> None:
 # -- nodes that come with demand, and leave with it
 
 
-def test_nodes_that_came_with_demand(told: Telling, record: Record, fake: Fake, clock: list[float]) -> None:
+def test_nodes_that_came_with_demand(
+    told: PlatformSync, record: Record, fake: Fake, clock: list[float]
+) -> None:
     fake.nodes["w2"] = said("STARTING", one="pod-2", group=None)
-    came = newcomers(record, pull(told, record))
+    came = new_nodes(record, pull(told, record))
     assert [(n.name, n.role, n.guest, n.handle, n.since) for n in came] == [
         ("w2", "worker", DEMAND, "ml/lab", 1000.0)
     ]
@@ -155,19 +159,19 @@ def test_nodes_that_came_with_demand(told: Telling, record: Record, fake: Fake, 
     assert fake.asked[-1][0] == ["head", "w1"], "nobody asks for one that came by itself"
     assert (left["w2"]["state"], left["w2"]["since"]) == ("GONE", 5000)
     del record.nodes["w2"]
-    assert newcomers(record, left) == [], "one that has left does not come again"
+    assert new_nodes(record, left) == [], "one that has left does not come again"
     assert "w2" not in pull(told, record)
 
 
 def test_newcomers_of_a_group(record: Record) -> None:
-    (one,) = newcomers(record, {"gpu-1": {**said(), "group": "gpu", "since": 7.0}})
+    (one,) = new_nodes(record, {"gpu-1": {**said(), "group": "gpu", "since": 7.0}})
     assert (one.group, one.state) == ("gpu", N.REQUESTED)
 
 
 # -- the token and the way in
 
 
-def test_the_platforms_token_takes_the_place_of_ours(told: Telling, record: Record, fake: Fake) -> None:
+def test_the_platforms_token_takes_the_place_of_ours(told: PlatformSync, record: Record, fake: Fake) -> None:
     pull(told, record)
     assert told.folder.read_token() == "made here", "until there is one"
     fake.token = "theirs"
@@ -179,7 +183,7 @@ def test_the_platforms_token_takes_the_place_of_ours(told: Telling, record: Reco
     assert told.folder.token.stat().st_ino == before, "it is written once"
 
 
-def test_the_way_in_comes_and_goes_with_the_head(told: Telling, record: Record, fake: Fake) -> None:
+def test_the_way_in_comes_and_goes_with_the_head(told: PlatformSync, record: Record, fake: Fake) -> None:
     pull(told, record)
     assert told.folder.connection() is None
     fake.connection = CONNECTION
@@ -196,7 +200,7 @@ def test_the_way_in_comes_and_goes_with_the_head(told: Telling, record: Record, 
 # -- a no, and silence
 
 
-def test_a_no_is_kept_and_what_was_known_stays(told: Telling, record: Record, fake: Fake) -> None:
+def test_a_no_is_kept_and_what_was_known_stays(told: PlatformSync, record: Record, fake: Fake) -> None:
     known = pull(told, record)
     fake.no = Refused("your role may not list `pods`")
     with pytest.raises(Refused):
@@ -207,7 +211,7 @@ def test_a_no_is_kept_and_what_was_known_stays(told: Telling, record: Record, fa
     assert told.refusal is None
 
 
-def test_silence_is_not_a_no(told: Telling, record: Record, fake: Fake) -> None:
+def test_silence_is_not_a_no(told: PlatformSync, record: Record, fake: Fake) -> None:
     known = pull(told, record)
     fake.no = HeliostatError("it does not answer")
     with pytest.raises(HeliostatError):
@@ -215,7 +219,7 @@ def test_silence_is_not_a_no(told: Telling, record: Record, fake: Fake) -> None:
     assert told.refusal is None and told.folder.state()["nodes"] == known
 
 
-def test_who_looks_often_asks_at_the_platforms_pace(told: Telling, record: Record, fake: Fake) -> None:
+def test_who_looks_often_asks_at_the_platforms_pace(told: PlatformSync, record: Record, fake: Fake) -> None:
     told.pull(record)
     told.pull(record)
     assert len(fake.asked) == 1
@@ -233,7 +237,7 @@ def test_who_looks_often_asks_at_the_platforms_pace(told: Telling, record: Recor
 # -- logs
 
 
-def test_logs_grow_by_what_is_new(told: Telling, record: Record, fake: Fake) -> None:
+def test_logs_grow_by_what_is_new(told: PlatformSync, record: Record, fake: Fake) -> None:
     fake.files = {"ray.log": b"one\n", "empty.log": b""}
     told.pull(record, "w1")
     fake.files = {"ray.log": b"two\n"}
@@ -265,20 +269,22 @@ def test_logs_grow_by_what_is_new(told: Telling, record: Record, fake: Fake) -> 
 )
 def test_the_platforms_word_is_believed(was: N, says: str, state: N) -> None:
     node = NodeRecord("w1", "worker", state=was)
-    assert believe(node, {"state": says, "reason": "why", "since": 5.0}) == (state, "why", 5.0)
+    assert resolve_platform_state(node, {"state": says, "reason": "why", "since": 5.0}) == (state, "why", 5.0)
 
 
 def test_no_word_is_no_word(clock: list[float]) -> None:
     node = NodeRecord("w1", "worker", state=N.READY)
-    assert believe(node, {}) is None and believe(node, {"state": "HAPPY"}) is None
-    assert believe(node, {"state": "LOST"}) == (N.LOST, "", 1000.0)
+    assert (
+        resolve_platform_state(node, {}) is None and resolve_platform_state(node, {"state": "HAPPY"}) is None
+    )
+    assert resolve_platform_state(node, {"state": "LOST"}) == (N.LOST, "", 1000.0)
 
 
 def test_what_others_write_meanwhile_is_kept(
     folder: ClusterFolder, record: Record, fake: Fake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`status --watch` asks the platform while `down` notes what has become of the jobs."""
-    watching, ending = (Telling(folder, cast(Platform, fake), Local()) for _ in range(2))
+    watching, ending = (PlatformSync(folder, cast(Platform, fake), Local()) for _ in range(2))
     tell = fake.tell
 
     def slow(*words: Any) -> Told:
@@ -296,14 +302,14 @@ def test_the_state_is_written_under_the_lock(
     folder: ClusterFolder, record: Record, fake: Fake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held: list[bool] = []
-    write = Telling._write
+    write = PlatformSync._write
 
-    def noted(self: Telling, name: str, document: Mapping[str, Any]) -> None:
+    def noted(self: PlatformSync, name: str, document: Mapping[str, Any]) -> None:
         held.append((folder.path / "lock").is_dir())
         write(self, name, document)
 
-    monkeypatch.setattr(Telling, "_write", noted)
-    one = Telling(folder, cast(Platform, fake), Local())
+    monkeypatch.setattr(PlatformSync, "_write", noted)
+    one = PlatformSync(folder, cast(Platform, fake), Local())
     one.pull(record)
     one.note(jobs=[])
     assert held == [True, True]
@@ -317,5 +323,5 @@ def test_the_state_of_another_cluster_is_not_written(
     other.id = "another"
     folder.save(other)
     with pytest.raises(NotFoundError):
-        Telling(folder, cast(Platform, fake), Local()).pull(record)
+        PlatformSync(folder, cast(Platform, fake), Local()).pull(record)
     assert folder.state() == {}

@@ -16,13 +16,14 @@ from typing import Any
 
 import pytest
 
-from heliostat import backends, doctor, planning, relay, tls
+from heliostat import backends, doctor, relay, tls
 from heliostat.agent import hub
 from heliostat.agent import tls as agent
+from heliostat.cluster import planner
+from heliostat.cluster.manager import ClusterManager
+from heliostat.cluster.view import View
 from heliostat.config import check
 from heliostat.errors import HeliostatError, UsageError
-from heliostat.lifecycle import Lifecycle
-from heliostat.looking import View
 from heliostat.rayapi import RayApi
 from heliostat.spec import ClusterSpec
 from heliostat.store import ClusterFolder, Record, Store
@@ -71,12 +72,12 @@ def test_without_cryptography_it_is_refused_before_anything_exists(
 
     monkeypatch.setattr(builtins, "__import__", refuse)
     with pytest.raises(HeliostatError, match=r"could not make the certificates") as caught:
-        Lifecycle(store)._create(ClusterSpec.model_validate({"name": "lab", **SECURE}), None)
+        ClusterManager(store).creator.create(ClusterSpec.model_validate({"name": "lab", **SECURE}), None)
     assert caught.value.hint == "pip install cryptography" and store.names() == []
 
 
 def test_they_are_private_and_go_when_the_cluster_ends(store: Store, make_record: Make) -> None:
-    folder = Lifecycle(store)._create(ClusterSpec.model_validate({"name": "lab", **SECURE}), None)
+    folder = ClusterManager(store).creator.create(ClusterSpec.model_validate({"name": "lab", **SECURE}), None)
     assert sorted(path.name for path in folder.tls.iterdir()) == sorted(Path(name).name for name in tls.FILES)
     assert folder.tls.stat().st_mode & 0o777 == 0o700
     assert {path.stat().st_mode & 0o777 for path in folder.tls.iterdir()} == {0o600}
@@ -86,9 +87,9 @@ def test_they_are_private_and_go_when_the_cluster_ends(store: Store, make_record
 
 
 def test_a_cluster_without_tls_has_none(store: Store) -> None:
-    folder = Lifecycle(store)._create(ClusterSpec.model_validate({"name": "lab"}), None)
+    folder = ClusterManager(store).creator.create(ClusterSpec.model_validate({"name": "lab"}), None)
     assert not folder.tls.exists()
-    assert "tls" not in planning.agent_config(folder, ClusterSpec(name="lab"), ID, None)
+    assert "tls" not in planner.agent_config(folder, ClusterSpec(name="lab"), ID, None)
 
 
 # -- where it can be used
@@ -97,7 +98,7 @@ def test_a_cluster_without_tls_has_none(store: Store) -> None:
 def planned(site: str, more: dict[str, Any], tmp_path: Path) -> None:
     own = {"ssh": {"hosts": ["a", "b"]}}.get(site, {"nodes": 2})
     spec = check({"on": site, "name": "lab", **own, **more}, {}, backends.names())
-    order, _ = planning.plan(ClusterFolder(tmp_path / "clusters" / "lab"), spec)
+    order, _ = planner.plan(ClusterFolder(tmp_path / "clusters" / "lab"), spec)
     assert order.config["tls"] is True
 
 
@@ -115,24 +116,22 @@ def test_tls_where_the_agents_start_ray(site: str, tmp_path: Path) -> None:
 def test_a_join_has_the_security_of_the_cluster(
     store: Store, make_record: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from heliostat import growth
-
     spec = {"on": "local", "name": "lab", "nodes": 2, **SECURE}
     folder = store.create(make_record(spec=spec), {"token": "secret"})
-    life = Lifecycle(store)
+    life = ClusterManager(store)
     seen: list[ClusterSpec] = []
-    monkeypatch.setattr(life, "find", lambda name: View(folder, folder.record(), {}))
-    monkeypatch.setattr(life, "must_be_up", lambda view: None)
-    monkeypatch.setattr(life, "launch", lambda *_: None)
-    monkeypatch.setattr(life, "look", lambda folder: None)
-    plan = life.plan
+    monkeypatch.setattr(life.observer, "find", lambda name: View(folder, folder.record(), {}))
+    monkeypatch.setattr(View, "require_running", lambda view: None)
+    monkeypatch.setattr(life.launcher, "launch", lambda *_: None)
+    monkeypatch.setattr(life.observer, "observe", lambda folder: None)
+    plan = life.planner.plan
 
     def watch(spec: ClusterSpec, *more: Any) -> Any:
         seen.append(spec)
         return plan(spec, *more)
 
-    monkeypatch.setattr(life, "plan", watch)
-    growth.join(life, "lab", ClusterSpec(name="lab", nodes=1), None)
+    monkeypatch.setattr(life.planner, "plan", watch)
+    life.joins.join("lab", ClusterSpec(name="lab", nodes=1), None)
     assert seen[0].security.tls
 
 
@@ -153,7 +152,7 @@ def up(store: Store, make_record: Make, secure: bool = True, host: str = "") -> 
 def test_env_names_the_files_here(store: Store, make_record: Make) -> None:
     view = up(store, make_record)
     (view.folder.tls / "node-head.crt").write_text("of the head")
-    env = Lifecycle(store).environment(view) or {}
+    env = ClusterManager(store).environment(view) or {}
     assert env["RAY_USE_TLS"] == "1" and env["RAY_ADDRESS"] == "127.0.0.2:1"
     assert env["RAY_TLS_SERVER_CERT"] == str(view.folder.tls / "node-head.crt"), "a driver has its address"
     assert env["RAY_TLS_SERVER_KEY"] == str(view.folder.tls / "member.key")
@@ -164,7 +163,7 @@ def test_env_names_the_files_here(store: Store, make_record: Make) -> None:
 def test_env_on_a_host_that_is_no_node(store: Store, make_record: Make) -> None:
     view = up(store, make_record, host="elsewhere")
     (view.folder.tls / "node-head.crt").write_text("of the head")
-    env = Lifecycle(store).environment(view) or {}
+    env = ClusterManager(store).environment(view) or {}
     assert env["RAY_TLS_SERVER_CERT"] == str(view.folder.tls / "client.crt")
 
 
@@ -176,7 +175,7 @@ def test_env_on_the_heads_own_host_with_files_of_its_own(
     (tmp_path / "node-head.crt").write_text("of the head")
     connection = {"env": {"RAY_USE_TLS": "1", "RAY_TLS_SERVER_CERT": str(tmp_path / "node-head.crt")}}
     (view.folder.path / "connection.json").write_text(json.dumps(connection))
-    env = Lifecycle(store).environment(view) or {}
+    env = ClusterManager(store).environment(view) or {}
     assert env["RAY_TLS_SERVER_CERT"] == str(tmp_path / "node-head.crt")
 
 
@@ -185,9 +184,9 @@ def test_env_of_a_cluster_without_tls_turns_off_what_the_shell_has(
 ) -> None:
     monkeypatch.delenv("RAY_USE_TLS", raising=False)
     view = up(store, make_record, secure=False)
-    assert "RAY_USE_TLS" not in (Lifecycle(store).environment(view) or {})
+    assert "RAY_USE_TLS" not in (ClusterManager(store).environment(view) or {})
     monkeypatch.setenv("RAY_USE_TLS", "1")
-    assert (Lifecycle(store).environment(view) or {})["RAY_USE_TLS"] == "0"
+    assert (ClusterManager(store).environment(view) or {})["RAY_USE_TLS"] == "0"
 
 
 def answers(view: View) -> list[tuple[str, str]]:
@@ -210,10 +209,10 @@ def test_doctor_looks_at_the_files(store: Store, make_record: Make) -> None:
 def test_doctor_asks_for_openssl_where_it_is_needed(
     store: Store, monkeypatch: pytest.MonkeyPatch, program: str | None, secure: bool
 ) -> None:
-    found = doctor.probe(Lifecycle(store), None)
+    found = doctor.probe(ClusterManager(store), None)
     monkeypatch.setattr(doctor, "probe", lambda life, spec: {**found, "openssl": program})
     spec = ClusterSpec.model_validate(SECURE if secure else {})
-    checks = {check.name: check for check in doctor._machine(Lifecycle(store), spec)}
+    checks = {check.name: check for check in doctor._machine(ClusterManager(store), spec)}
     assert ("openssl" in checks) is secure
     if secure:
         assert checks["openssl"].verdict == ("ok" if program else "fail")

@@ -25,8 +25,8 @@ import pytest
 from heliostat import __version__
 from heliostat.cli import app
 from heliostat.cli.run import check_command
+from heliostat.cluster.planner import agent_archive
 from heliostat.errors import UsageError
-from heliostat.planning import agent_archive
 from heliostat.spec import ClusterSpec
 from heliostat.states import NodeState
 from heliostat.store import ClusterFolder, NodeRecord, Record, Store

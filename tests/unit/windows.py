@@ -91,9 +91,9 @@ if __name__ == "__main__":
     from heliostat.cli import app
 
     if stub := os.environ.get("CONTRACT_STUB"):
-        from heliostat import planning
+        from heliostat.cluster import planner
 
-        planning.agent_archive = pathlib.Path(stub).read_bytes
+        planner.agent_archive = pathlib.Path(stub).read_bytes
     if sys.argv[1:2] == ["import"]:
         import importlib
 

@@ -10,9 +10,9 @@ from heliostat import advice, readings
 from heliostat.cli.options import CLUSTER, common
 from heliostat.cli.output import Output
 from heliostat.cli.status import only_one
+from heliostat.cluster.manager import ClusterManager
 from heliostat.errors import UsageError
 from heliostat.events import Event
-from heliostat.lifecycle import Lifecycle
 from heliostat.units import parse_duration
 
 
@@ -27,9 +27,9 @@ def command(out: Output, /, cluster: str | None, span: str) -> None:
         seconds = parse_duration(span)
     except ValueError as error:
         raise UsageError(f"--for: {error}", hint="--for 30s") from None
-    life = Lifecycle()
-    name = cluster or only_one(life)
-    figures = readings.collect(life, name, seconds, lambda text: out.emit(Event("progress", text)))
+    manager = ClusterManager()
+    name = cluster or only_one(manager)
+    figures = readings.collect(manager, name, seconds, lambda text: out.emit(Event("progress", text)))
     found, short = advice.advise(figures), advice.summary(figures)
     if out.json:
         fields = [one.fields() for one in found]

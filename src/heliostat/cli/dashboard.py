@@ -6,10 +6,9 @@ import time
 
 import click
 
-from heliostat.api import dashboard_api
 from heliostat.cli.options import CLUSTER, common
 from heliostat.cli.output import Output
-from heliostat.lifecycle import Lifecycle
+from heliostat.cluster.manager import ClusterManager
 from heliostat.store import write_atomic
 from heliostat.tunnel import DashboardProxy, redirect_page
 
@@ -29,9 +28,9 @@ def command(out: Output, /, cluster: str, in_browser: bool, port: int, proxied: 
     """Opens a way to the Ray dashboard and prints the local URL, which lets in the first browser that uses it.
 
     Reconnects by itself; ends with Ctrl-C."""
-    life = Lifecycle()
-    folder = life.find(cluster).folder
-    target = dashboard_api(life, cluster)
+    manager = ClusterManager()
+    folder = manager.find(cluster).folder
+    target = manager.dashboard_api(cluster)
     target()  # a cluster that is not up is told now, not in the browser
     proxy = DashboardProxy(target, port=port, proxied=proxied)
     proxy.start()
@@ -46,7 +45,7 @@ def command(out: Output, /, cluster: str, in_browser: bool, port: int, proxied: 
                 page, redirect_page(proxy.url)
             )  # not on the browser's command line, which others can read
             webbrowser.open(page.as_uri())
-        while life.store.find(cluster):
+        while manager.store.find(cluster):
             time.sleep(1)
         out.say(f"`{cluster}` has ended")
     except KeyboardInterrupt:

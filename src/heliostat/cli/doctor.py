@@ -18,12 +18,12 @@ from heliostat.doctor import examine
 @click.pass_obj
 def command(out: Output, /, what: str | None, on: str | None) -> int:
     """Says what is wrong with this machine, a file or a cluster, and what to type."""
-    from heliostat.lifecycle import Lifecycle
+    from heliostat.cluster.manager import ClusterManager
 
-    life = Lifecycle()
+    manager = ClusterManager()
     file = Path(what) if what and (what.endswith((".yaml", ".yml")) or "/" in what) else None
     spec = None if what and not file else read_config({"on": on}, file).spec
-    checks = examine(life, spec, what if what and not file else None)
+    checks = examine(manager, spec, what if what and not file else None)
     worst = 1 if any(check.verdict == "fail" for check in checks) else 0
     if out.json:
         rows = [

@@ -8,8 +8,8 @@ import click
 
 from heliostat.cli.options import CLUSTER, common
 from heliostat.cli.output import Output
+from heliostat.cluster.manager import ClusterManager
 from heliostat.errors import Code, HeliostatError, NotFoundError, PartialFailure, UsageError
-from heliostat.lifecycle import Lifecycle
 from heliostat.units import count
 
 
@@ -37,30 +37,30 @@ def command(
     """Ends exactly these clusters, verifies that nothing is left, and says what it removed.
 
     `down --on ssh lab.yaml` ends one whose record is not on this machine."""
-    life = Lifecycle(emit=out.emit)
+    manager = ClusterManager(emit=out.emit)
     if keep and now:
         raise UsageError("`--keep` and `--now` exclude each other", hint="keep one of them")
     if site:
-        clusters = tuple(find(life, file, site) for file in clusters)
-    names = life.store.names() if every else list(dict.fromkeys(clusters))
+        clusters = tuple(find(manager, file, site) for file in clusters)
+    names = manager.store.names() if every else list(dict.fromkeys(clusters))
     if not names and not every:
         raise UsageError(
             "which cluster?",
-            cause=f"clusters here: {', '.join(life.store.names()) or 'none'}",
+            cause=f"clusters here: {', '.join(manager.store.names()) or 'none'}",
             hint="heliostat down NAME",
         )
     if dry_run:
-        return show_dry(out, life, names)
+        return show_dry(out, manager, names)
     done, failed = [], []
     for name in names:
         try:
-            found = life.store.find(name)
+            found = manager.store.find(name)
             before = len(found.record().nodes) if found else 0  # what has joined is forgotten when it ends
             if keep:
-                done.append({"name": life.put_away(name).record.name, "kept": True})
+                done.append({"name": manager.suspend(name).record.name, "kept": True})
                 out.say(f"`{name}` is put away; heliostat up brings it back")
                 continue
-            record = life.down(name, now=now).record
+            record = manager.down(name, now=now).record
             nodes = max(before, len(record.nodes))
             done.append({"name": record.name, "nodes": nodes, "was_up": found is not None})
             out.say(
@@ -86,13 +86,17 @@ def command(
         out.say("no clusters")
 
 
-def find(life: Lifecycle, file: str, site: str) -> str:
+def find(manager: ClusterManager, file: str, site: str) -> str:
     """The name of the cluster that this file describes; what runs of it without a record here is taken over."""
     from heliostat.cli.options import read_config
 
     spec = read_config({"on": site}, Path(file)).spec
     name = spec.cluster_name
-    if life.store.find(name) is None and life.adopt(spec) is None and life.store.last_past(name) is None:
+    if (
+        manager.store.find(name) is None
+        and manager.adopt(spec) is None
+        and manager.store.last_past(name) is None
+    ):
         raise NotFoundError(
             f"no cluster `{name}` runs on the machines of `{file}`",
             hint="heliostat ls --all",
@@ -101,8 +105,8 @@ def find(life: Lifecycle, file: str, site: str) -> str:
     return name
 
 
-def show_dry(out: Output, life: Lifecycle, names: list[str]) -> None:
-    views = [life.find(name) for name in names]
+def show_dry(out: Output, manager: ClusterManager, names: list[str]) -> None:
+    views = [manager.find(name) for name in names]
     if out.json:
         return out.document(
             {

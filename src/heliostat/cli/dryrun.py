@@ -9,8 +9,8 @@ from pydantic import BaseModel
 
 from heliostat import backends
 from heliostat.cli.output import Output
-from heliostat.lifecycle import Lifecycle
-from heliostat.planning import agent_archive
+from heliostat.cluster.manager import ClusterManager
+from heliostat.cluster.planner import agent_archive
 from heliostat.script import quote
 from heliostat.units import format_bytes
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from heliostat.config import Config
 
 
-def show(out: Output, life: Lifecycle, config: Config, command: dict[str, Any] | None = None) -> None:
+def show(out: Output, manager: ClusterManager, config: Config, command: dict[str, Any] | None = None) -> None:
     by_hand = backends.load(config.spec.on).takes_options
-    order, plan = life.plan(config.spec, command=command, standalone=by_hand)
+    order, plan = manager.plan(config.spec, command=command, standalone=by_hand)
     if out.json:
         files = [{"path": f.path.as_posix(), "mode": oct(f.mode), "text": f.text} for f in plan.files]
         steps = [{"argv": list(s.argv), "nodes": list(s.nodes), "config": dict(s.config)} for s in plan.steps]

@@ -6,8 +6,8 @@ import click
 
 from heliostat.cli.options import CLUSTER, common
 from heliostat.cli.output import Output
+from heliostat.cluster.manager import ClusterManager
 from heliostat.errors import Code, HeliostatError, UsageError
-from heliostat.lifecycle import Lifecycle
 from heliostat.script import CONNECTION_VARIABLES, export, unset
 
 
@@ -27,9 +27,9 @@ def command(out: Output, /, cluster: str | None, forget: bool) -> None:
         return out.document({"unset": names}) if out.json else out.exact(unset(names))
     if cluster is None:
         raise UsageError("missing argument `CLUSTER`", hint="heliostat env --help")
-    life = Lifecycle()
-    view = life.find(cluster)
-    env = life.environment(view)
+    manager = ClusterManager()
+    view = manager.find(cluster)
+    env = manager.environment(view)
     if env is None:
         raise HeliostatError(
             f"`{cluster}` is {view.state}, so there is nothing to connect to",

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import click
 
-from heliostat import nodes
 from heliostat.cli.options import CLUSTER, common
 from heliostat.cli.output import Output
+from heliostat.cluster.manager import ClusterManager
 from heliostat.errors import UsageError
-from heliostat.lifecycle import Lifecycle
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
@@ -22,7 +21,7 @@ def command(out: Output, /, cluster: str, node: str | None, words: tuple[str, ..
     argv = list(words[1:] if words[:1] == ("--",) else words)
     if not argv:
         raise UsageError("there is no command to run", hint=f"heliostat exec {cluster} -- nvidia-smi")
-    done = nodes.run(Lifecycle(emit=out.emit), cluster, argv, node)
+    done = ClusterManager(emit=out.emit).nodes.run(cluster, argv, node)
     if out.json:
         out.document(
             {

@@ -12,8 +12,8 @@ import click
 
 from heliostat.cli.options import common, refuse_options
 from heliostat.cli.output import Output, table
+from heliostat.cluster.manager import ClusterManager
 from heliostat.errors import DiskError, UsageError, disk_code
-from heliostat.lifecycle import Lifecycle
 from heliostat.store import Record
 from heliostat.units import count, format_bytes, format_duration, parse_bytes, parse_duration
 
@@ -62,8 +62,8 @@ def command(
         "it changes nothing without `--prune`",
         "heliostat history --prune",
     )
-    life = Lifecycle()
-    rows = [row for record in sorted(life.ever(), key=lambda r: r.created) for row in rows_of(record)]
+    manager = ClusterManager()
+    rows = [row for record in sorted(manager.history(), key=lambda r: r.created) for row in rows_of(record)]
     if path is not None:
         return write_csv(out, rows, path)
     if out.json:
@@ -93,7 +93,7 @@ def prune_logs(out: Output, older_than: str | None, max_size: str | None, dry_ru
         raise UsageError(
             str(error), hint="heliostat history --prune --older-than 30d --max-size 500M"
         ) from None
-    clusters = retention.ended_clusters(Lifecycle().store)
+    clusters = retention.ended_clusters(ClusterManager().store)
     chosen = retention.choose(clusters, limit, age, time.time())
     used, freed = sum(one.size_bytes for one in clusters), sum(one.size_bytes for one in chosen)
     freed = freed if dry_run else retention.prune(chosen)

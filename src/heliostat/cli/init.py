@@ -19,7 +19,8 @@ from heliostat.errors import DiskError, UsageError, disk_code
 def command(out: Output, /, on: str | None, force: bool) -> None:
     """Writes a first heliostat.yaml for what it finds here: a scheduler, a kubeconfig, hosts of ~/.ssh/config, GPUs. Asks no
     other machine."""
-    from heliostat import backends, config, inventory
+    from heliostat import backends, config
+    from heliostat.cluster import discovery
     from heliostat.transport import Local
 
     path = Path.cwd() / config.FILE
@@ -27,9 +28,9 @@ def command(out: Output, /, on: str | None, force: bool) -> None:
         raise UsageError(
             f"there is a `{config.FILE}` here already", details=str(path), hint="heliostat init --force"
         )
-    found = inventory.look(Local(), Path.home())
-    site = inventory.choose(found, on)
-    text = inventory.write_up(found, site, path.parent.name)
+    found = discovery.discover(Local(), Path.home())
+    site = discovery.choose(found, on)
+    text = discovery.render_spec_file(found, site, path.parent.name)
     try:
         with open(path, "w" if force else "x") as stream:
             stream.write(text)

@@ -6,8 +6,7 @@ import click
 
 from heliostat.cli.options import CLUSTER, common
 from heliostat.cli.output import Output, ago, table
-from heliostat.jobs import Jobs
-from heliostat.lifecycle import Lifecycle
+from heliostat.cluster.manager import ClusterManager
 from heliostat.units import format_duration
 
 
@@ -17,7 +16,7 @@ from heliostat.units import format_duration
 @click.pass_obj
 def command(out: Output, /, cluster: str) -> None:
     """Lists the jobs of a cluster, the newest first."""
-    jobs = Jobs(Lifecycle()).list(cluster)
+    jobs = ClusterManager().jobs.list(cluster)
     if out.json:
         keys = ("id", "kind", "status", "entrypoint", "started", "seconds", "exit_code", "message")
         return out.document({"cluster": cluster, "jobs": [{key: job[key] for key in keys} for job in jobs]})

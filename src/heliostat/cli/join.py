@@ -20,14 +20,13 @@ from heliostat.cli.options import (
 )
 from heliostat.cli.output import Output
 from heliostat.cli.run import script_command
+from heliostat.cluster.manager import ClusterManager
 from heliostat.errors import UsageError
-from heliostat.jobs import Jobs
-from heliostat.lifecycle import Lifecycle
 from heliostat.script import quote
 from heliostat.units import count
 
 # of the cluster itself, not of nodes that join it
-NOT_FOR_GUESTS = ("name", "nodes", "min_nodes", "groups", "time", "head", "hosts", "idle", "autoscale")
+NOT_FOR_JOINS = ("name", "nodes", "min_nodes", "groups", "time", "head", "hosts", "idle", "autoscale")
 
 # options of the cluster that nodes which join cannot change
 OF_THE_CLUSTER = ("on", "name", "min_nodes", "max_nodes", "idle_timeout")
@@ -59,8 +58,8 @@ def command(
     With a script: it runs on the first of them when all are there, and they leave when it ends."""
     if detach and not hosts:
         refuse_wait_timeout(wait_timeout, "--detach", "`join --detach` waits for nothing")
-    life = Lifecycle(emit=out.emit)
-    record = life.store.open(cluster).record()
+    manager = ClusterManager(emit=out.emit)
+    record = manager.store.open(cluster).record()
     name = record.name
     work = command_line()
     if hosts:
@@ -76,7 +75,7 @@ def command(
                 cause="a machine joins without a script",
                 hint=f"heliostat join {name} --host {hosts[0]}, then heliostat run --cluster {name} SCRIPT.py",
             )
-        add_hosts(out, life, name, hosts)
+        add_hosts(out, manager, name, hosts)
         return None
     refuse_options(
         {key: values[key] for key in OF_THE_CLUSTER},
@@ -85,35 +84,38 @@ def command(
         f"heliostat join {name} --nodes 2",
     )
     argv = script_command(tuple(work)) if work else None
-    base = {key: value for key, value in record.spec.items() if key not in NOT_FOR_GUESTS}
+    base = {key: value for key, value in record.spec.items() if key not in NOT_FOR_JOINS}
     config = read_config({**values, "on": record.site, "name": name}, file, base=base)
     what = {"argv": argv, "cwd": os.getcwd(), "text": quote(argv)} if argv else None
     if dry_run:
         from heliostat.cli.dryrun import show
 
-        show(out, life, config, what)
+        show(out, manager, config, what)
         return None
-    guest, code = Jobs(life).join(
+    join_id, code = manager.join(
         name, config.spec, what, out.raw, wait=not detach, wait_timeout_s=wait_timeout
     )
     nodes = count(config.spec.nodes, "node")
     if out.json:
         out.document(
-            {"cluster": name, "join": guest, "nodes": config.spec.nodes, "exit_code": code if argv else None}
+            {
+                "cluster": name,
+                "join": join_id,
+                "nodes": config.spec.nodes,
+                "exit_code": code if argv else None,
+            }
         )
     elif detach:
-        out.data(guest)
-        out.say(f"heliostat logs {name} {guest} -f") if argv else None
+        out.data(join_id)
+        out.say(f"heliostat logs {name} {join_id} -f") if argv else None
     elif not argv:
-        out.say(f"{nodes} joined `{name}` as `{guest}`")
-        out.data(guest)
+        out.say(f"{nodes} joined `{name}` as `{join_id}`")
+        out.data(join_id)
     return code
 
 
-def add_hosts(out: Output, life: Lifecycle, name: str, hosts: tuple[str, ...]) -> None:
-    from heliostat import growth
-
-    view = growth.add_hosts(life, name, hosts)
+def add_hosts(out: Output, manager: ClusterManager, name: str, hosts: tuple[str, ...]) -> None:
+    view = manager.scaling.add_hosts(name, hosts)
     if out.json:
         return out.document({"cluster": name, "hosts": list(hosts), "nodes": len(view.record.nodes)})
     out.say(f"{', '.join(hosts)} joined `{name}`, which has {count(view.alive(), 'node')} now")

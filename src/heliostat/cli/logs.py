@@ -13,10 +13,9 @@ import click
 from heliostat import backends
 from heliostat.cli.options import CLUSTER, common
 from heliostat.cli.output import Output, as_json
+from heliostat.cluster.manager import ClusterManager
 from heliostat.errors import Code, NotFoundError, printable
 from heliostat.joboutput import OwnOutput
-from heliostat.jobs import Jobs
-from heliostat.lifecycle import Lifecycle
 from heliostat.store import ClusterFolder
 
 
@@ -30,19 +29,18 @@ def command(out: Output, /, cluster: str, what: str | None, follow: bool) -> int
     """Shows the output of a job, the agent and Ray logs of a node, or, with neither, the events of the cluster.
 
     The logs of an ended cluster are kept and shown too."""
-    life = Lifecycle()
-    folder = life.store.find(cluster) or life.store.last_past(cluster) or life.store.open(cluster)
+    manager = ClusterManager()
+    folder = manager.store.find(cluster) or manager.store.last_past(cluster) or manager.store.open(cluster)
     record = folder.record()
-    life.refresh(folder, what if what in record.nodes else None)
+    manager.refresh(folder, what if what in record.nodes else None)
     if what is None:
         show_events(out, folder, follow)
         return None
-    telling = life.telling(folder, record)
-    refusal = telling.refusal if telling and what in record.nodes else None
+    refusal = manager.refusal(folder, record) if what in record.nodes else None
     if refusal and follow:
         raise refusal
     with Sink(out, record.name, what, follow) as sink:
-        show(sink, life, folder, what)
+        show(sink, manager, folder, what)
     if refusal:  # what is kept here is shown, and is not all
         raise refusal
     return None
@@ -89,17 +87,17 @@ class Sink:
             self.out.document({**self._of, "logs": self._texts})
 
 
-def show(sink: Sink, life: Lifecycle, folder: ClusterFolder, what: str) -> None:
-    record, ended = folder.record(), folder.path.parent == life.store.ended
+def show(sink: Sink, manager: ClusterManager, folder: ClusterFolder, what: str) -> None:
+    record, ended = folder.record(), folder.path.parent == manager.store.ended
     ours = backends.load(record.site).starts_ray or ended
     if ours and ((folder.logs / f"{what}.out").exists() or (record.command and what == "run")):
         if sink.follow:
-            Jobs(life).follow(folder, sink.stream, what)
+            manager.follow(folder, sink.stream, what)
             return
         for stream in ("out", "err"):
             copy(sink, stream, folder.logs / f"{what}.{stream}")
     elif what in record.nodes or (folder.logs / what).is_dir():
-        show_node(sink, life, folder, what)
+        show_node(sink, manager, folder, what)
     elif ended:
         kept = sorted(folder.logs.glob(f"*/job-driver-{what}.log"))
         if not kept:
@@ -114,7 +112,7 @@ def show(sink: Sink, life: Lifecycle, folder: ClusterFolder, what: str) -> None:
         copy(sink, "out", kept[0], OwnOutput(what, ran))
     else:
         try:
-            for chunk in life.api(life.look(folder)).output(what, follow=sink.follow):
+            for chunk in manager.ray_api(manager.observe(folder)).output(what, follow=sink.follow):
                 sink.stream("out", chunk)
         except NotFoundError:
             raise NotFoundError(
@@ -158,7 +156,7 @@ def event_line(event: dict[str, Any]) -> str:
     return f"{when}  {event.get('text', '')}"
 
 
-def show_node(sink: Sink, life: Lifecycle, folder: ClusterFolder, node: str) -> None:
+def show_node(sink: Sink, manager: ClusterManager, folder: ClusterFolder, node: str) -> None:
     """The agent's log, `ray start`'s, and Ray's own that were kept."""
     sizes: dict[Path, int] = {}
     while True:
@@ -174,4 +172,4 @@ def show_node(sink: Sink, life: Lifecycle, folder: ClusterFolder, node: str) -> 
         if not sink.follow or not folder.path.exists():
             return
         time.sleep(0.5)
-        life.refresh(folder, node)
+        manager.refresh(folder, node)

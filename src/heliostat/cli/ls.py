@@ -8,7 +8,7 @@ import click
 
 from heliostat.cli.options import common
 from heliostat.cli.output import Output, ago, table
-from heliostat.lifecycle import Lifecycle
+from heliostat.cluster.manager import ClusterManager
 from heliostat.store import Record
 
 
@@ -18,8 +18,8 @@ from heliostat.store import Record
 @click.pass_obj
 def command(out: Output, /, every: bool) -> None:
     """Lists my clusters on every site, one line each: those that live, and those that ended since the last look."""
-    life = Lifecycle()
-    records = life.ever() if every else [view.record for view in life.all()]
+    manager = ClusterManager()
+    records = manager.history() if every else [view.record for view in manager.clusters()]
     if out.json:
         return out.document({"clusters": [row(record) for record in records]})
     if not records:

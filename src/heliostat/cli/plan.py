@@ -77,9 +77,9 @@ def train(
 
 def _cluster(name: str | None) -> Cluster:
     from heliostat.api import connect
-    from heliostat.lifecycle import Lifecycle
+    from heliostat.cluster.manager import ClusterManager
 
-    return connect(name or only_one(Lifecycle()))
+    return connect(name or only_one(ClusterManager()))
 
 
 def _show(out: Output, name: str, found: sizing.Sizing) -> None:

@@ -7,7 +7,7 @@ import click
 from heliostat.cli.options import CLUSTER, common, wait_timeout
 from heliostat.cli.output import Output
 from heliostat.cli.up import banner, summary
-from heliostat.lifecycle import Lifecycle
+from heliostat.cluster.manager import ClusterManager
 
 
 @click.command()
@@ -18,13 +18,11 @@ from heliostat.lifecycle import Lifecycle
 @click.pass_obj
 def command(out: Output, /, cluster: str, node: str | None, wait_timeout: float | None) -> None:
     """Ends a cluster and starts it anew, as it was asked for. It gets a new token and new ports."""
-    life = Lifecycle(emit=out.emit)
+    manager = ClusterManager(emit=out.emit)
     if node:
-        from heliostat.growth import restart_node
-
-        view = restart_node(life, cluster, node, wait_timeout)
+        view = manager.scaling.restart_node(cluster, node, wait_timeout)
     else:
-        view = life.restart(cluster, wait_timeout)
+        view = manager.restart(cluster, wait_timeout)
     if out.json:
         return out.document(summary(view))
     banner(out, view)

@@ -23,9 +23,8 @@ from heliostat.cli.options import (
     wait_timeout,
 )
 from heliostat.cli.output import Output
+from heliostat.cluster.manager import ClusterManager
 from heliostat.errors import Code, UsageError
-from heliostat.jobs import Jobs
-from heliostat.lifecycle import Lifecycle
 from heliostat.script import quote
 
 if TYPE_CHECKING:
@@ -55,7 +54,7 @@ def command(
 
     Exits with the script's exit code."""
     argv = script_command(tuple(command_line()))
-    life = Lifecycle(emit=out.emit)
+    manager = ClusterManager(emit=out.emit)
     if cluster:
         refuse_wait_timeout(wait_timeout, "--cluster", f"the nodes of `{cluster}` are not waited for")
     elif detach:
@@ -73,7 +72,7 @@ def command(
                 hint="heliostat run --help",
                 code=Code.USAGE_UNKNOWN_OPTION,
             )
-        return run_on(out, life, cluster, argv, detach, dry_run)
+        return run_on(out, manager, cluster, argv, detach, dry_run)
     fresh = (
         {} if values.get("name") else {"name": f"run-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}"}
     )
@@ -85,9 +84,9 @@ def command(
     if dry_run:
         from heliostat.cli.dryrun import show
 
-        show(out, life, config, what)
+        show(out, manager, config, what)
         return None
-    code = Jobs(life).run(config.spec, what, out.raw, detach=detach, wait_timeout_s=wait_timeout)
+    code = manager.run(config.spec, what, out.raw, detach=detach, wait_timeout_s=wait_timeout)
     if detach:
         name = config.spec.cluster_name
         out.say(f"`{name}` is on its way; heliostat logs {name} run -f")
@@ -186,11 +185,11 @@ def _like(path: Path) -> str:
 
 
 def run_on(
-    out: Output, life: Lifecycle, cluster: str, argv: list[str], detach: bool, dry_run: bool
+    out: Output, manager: ClusterManager, cluster: str, argv: list[str], detach: bool, dry_run: bool
 ) -> int | None:
     """On a cluster that runs already: a job there, in this folder."""
     if dry_run:
-        life.find(cluster)
+        manager.find(cluster)
         if out.json:
             out.document({"cluster": cluster, "entrypoint": quote(argv)})
         else:
@@ -198,8 +197,8 @@ def run_on(
         return None
     from heliostat.cli.submit import follow
 
-    job = Jobs(life).submit(cluster, argv, here=True)
+    job = manager.jobs.submit(cluster, argv, here=True)
     if detach:
         out.document({"name": cluster, "job": job}) if out.json else out.data(job)
         return 0
-    return follow(out, life, cluster, job)
+    return follow(out, manager, cluster, job)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import click
 
-from heliostat import growth
 from heliostat.cli.options import CLUSTER, common, wait_timeout
 from heliostat.cli.output import Output
 from heliostat.cli.up import summary
-from heliostat.lifecycle import Lifecycle
+from heliostat.cluster.manager import ClusterManager
 from heliostat.limits import MOST_WORKERS
 from heliostat.units import count
 
@@ -25,13 +24,13 @@ def command(
     out: Output, /, cluster: str, workers: int, group: str | None, wait_timeout: float | None, dry_run: bool
 ) -> None:
     """So many worker nodes, besides the head, now. Nodes that leave are drained first."""
-    life = Lifecycle(emit=out.emit)
+    manager = ClusterManager(emit=out.emit)
     if dry_run:
-        view = life.find(cluster)
+        view = manager.find(cluster)
         nodes = view.record.nodes.values()
         now = sum(node.role == "worker" and (group is None or node.group == group) for node in nodes)
         if out.json:
             return out.document({"name": cluster, "workers": now, "wanted": workers})
         return out.data(f"# {cluster}: {count(now, 'worker')} now, {workers} wanted")
-    view = growth.scale(life, cluster, workers, group, wait_timeout_s=wait_timeout)
+    view = manager.scaling.scale(cluster, workers, group, wait_timeout_s=wait_timeout)
     out.document(summary(view)) if out.json else out.say(f"`{cluster}` has {count(view.alive(), 'node')}")

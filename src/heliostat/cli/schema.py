@@ -15,7 +15,8 @@ from heliostat.cli.output import Output
 @click.pass_obj
 def command(out: Output, /) -> None:
     """Prints the JSON Schema of heliostat.yaml, for editors and checkers."""
-    from heliostat import backends, config, planning
+    from heliostat import backends, config
+    from heliostat.cluster import planner
 
-    tables = {site: planning.site_table(site).json_schema() for site in backends.names()}
+    tables = {site: planner.backend_schema(site).json_schema() for site in backends.names()}
     out.exact(json.dumps(config.schema(tables), indent=2))

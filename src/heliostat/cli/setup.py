@@ -8,10 +8,10 @@ from pathlib import Path
 
 import click
 
-from heliostat import environment
 from heliostat.cli.options import common, read_config
 from heliostat.cli.output import Output, table
-from heliostat.environment import Place
+from heliostat.cluster import environment
+from heliostat.cluster.environment import Target
 from heliostat.units import count, format_bytes
 
 
@@ -23,46 +23,46 @@ from heliostat.units import count, format_bytes
 @click.pass_obj
 def command(out: Output, /, path: Path | None, on: str | None, dry_run: bool) -> int:
     """Makes or upgrades the environment on all machines of the file at once, and checks that Ray and Python agree."""
-    from heliostat.lifecycle import Lifecycle
+    from heliostat.cluster.manager import ClusterManager
 
     spec = read_config({"on": on}, path).spec
-    host = Lifecycle().host_for(spec.sites.get(spec.on, {}))
-    places = environment.places(spec, host)
+    installer = ClusterManager(emit=out.emit).environments
+    targets = installer.targets(spec)
     if dry_run:
-        show(out, places)
+        show(out, targets)
         return 0
-    outcomes = environment.settle(places, out.emit)
-    problem = environment.problem(outcomes)
+    outcomes = installer.install(targets)
+    problem = environment.find_problem(outcomes)
     if out.json:
         more = {"error": problem.fields()} if problem else {}
         out.document({"hosts": [one.to_json() for one in outcomes], **more})
         return problem.exit_code if problem else 0
     rows = [
-        (one.name, one.python or "-", one.ray or "-", "failed" if one.error else one.words)
+        (one.name, one.python or "-", one.ray or "-", "failed" if one.error else one.summary)
         for one in outcomes
     ]
     out.say(table(rows, ("HOST", "PYTHON", "RAY", "DONE")))
     return out.error(problem) if problem else 0
 
 
-def show(out: Output, places: Sequence[Place]) -> None:
+def show(out: Output, targets: Sequence[Target]) -> None:
     """What would be sent where, and be run there."""
     hosts = []
-    for place in places:
-        environment.check(place.environment)
-        asked = environment.request(place)
-        sent = environment.files(place, asked)
+    for target in targets:
+        environment.check(target.environment)
+        asked = environment.request(target)
+        sent = environment.files(target, asked)
         script = sent["setup.sh"].decode()
         if out.json:
             sizes = {name: len(data) for name, data in sent.items()}
-            hosts.append({"name": place.name, "files": sizes, "script": script, "request": asked})
+            hosts.append({"name": target.name, "files": sizes, "script": script, "request": asked})
             continue
         heavy = [len(data) for name, data in sent.items() if name.startswith("wheels/")]
         names = [name for name in sent if not name.startswith("wheels/")]
         if heavy:
             names.append(f"{count(len(heavy), 'wheel')} where needed ({format_bytes(sum(heavy))})")
         out.data(
-            f"# {place.name}{' over ssh' if place.is_far else ''}: gets {', '.join(names)}; runs setup.sh:"
+            f"# {target.name}{' over ssh' if target.is_remote else ''}: gets {', '.join(names)}; runs setup.sh:"
         )
         out.data("".join(f"    {line}\n" for line in script.splitlines()))
         out.data(f"# with request.json: {json.dumps(asked)}")

@@ -7,11 +7,10 @@ from typing import Any
 
 import click
 
-from heliostat import report
 from heliostat.cli.options import CLUSTER, common
 from heliostat.cli.output import Output, ago, table
+from heliostat.cluster.manager import ClusterManager
 from heliostat.errors import Code, NotFoundError
-from heliostat.lifecycle import Lifecycle
 from heliostat.units import format_bytes, format_duration
 
 
@@ -22,17 +21,17 @@ from heliostat.units import format_bytes, format_duration
 @click.pass_obj
 def command(out: Output, /, cluster: str | None, watch: bool) -> None:
     """Shows the nodes with their state and reason, used/total of each resource, GPUs, jobs, time left, idle time."""
-    life = Lifecycle()
-    name = cluster or only_one(life)
+    manager = ClusterManager()
+    name = cluster or only_one(manager)
     if watch and not out.json:
-        return show_live(life, name, out)
-    document = report.status(life, name)
+        return show_live(manager, name, out)
+    document = manager.status(name)
     out.document(document) if out.json else out.data(render(document, out))
 
 
-def only_one(life: Lifecycle) -> str:
+def only_one(manager: ClusterManager) -> str:
     """The cluster that is meant when none is named."""
-    names = life.store.names()
+    names = manager.store.names()
     if len(names) == 1:
         return names[0]
     if not names:
@@ -108,7 +107,7 @@ def _gpu(gpu: dict[str, Any]) -> tuple[str, str, str, str]:
     return gpu["name"] or "-", shown(gpu["utilization"], "%"), memory, shown(gpu["temperature"], "°C")
 
 
-def show_live(life: Lifecycle, name: str, out: Output) -> None:
+def show_live(manager: ClusterManager, name: str, out: Output) -> None:
     """A view that is drawn anew in place; on something that is no terminal, one after the other."""
     import sys
 
@@ -118,9 +117,9 @@ def show_live(life: Lifecycle, name: str, out: Output) -> None:
 
     if not sys.stdout.isatty():
         while True:
-            out.data(render(report.status(life, name), out) + "\n")
+            out.data(render(manager.status(name), out) + "\n")
             time.sleep(2)
     with Live(console=Console(), screen=True, auto_refresh=False) as live:
         while True:
-            live.update(Text(out.shown(render(report.status(life, name), out))), refresh=True)
+            live.update(Text(out.shown(render(manager.status(name), out))), refresh=True)
             time.sleep(2)

@@ -6,8 +6,7 @@ import click
 
 from heliostat.cli.options import CLUSTER, common
 from heliostat.cli.output import Output
-from heliostat.jobs import Jobs
-from heliostat.lifecycle import Lifecycle
+from heliostat.cluster.manager import ClusterManager
 
 
 @click.command()
@@ -17,7 +16,7 @@ from heliostat.lifecycle import Lifecycle
 @click.pass_obj
 def command(out: Output, /, cluster: str, job: str) -> None:
     """Stops a job: SIGTERM, ten seconds to save its work, then SIGKILL."""
-    stopped = Jobs(Lifecycle()).stop(cluster, job)
+    stopped = ClusterManager().jobs.stop(cluster, job)
     if out.json:
         return out.document({"cluster": cluster, "job": job, "stopped": stopped})
     out.say(f"`{job}` is told to stop" if stopped else f"`{job}` had ended already")

@@ -9,9 +9,9 @@ import click
 
 from heliostat.cli.options import CLUSTER, common, pairs
 from heliostat.cli.output import Output
+from heliostat.cluster.jobs import check_job_id
+from heliostat.cluster.manager import ClusterManager
 from heliostat.errors import Code, Interrupted, UsageError
-from heliostat.jobs import Jobs, check_job_id
-from heliostat.lifecycle import Lifecycle
 from heliostat.script import quote
 
 
@@ -62,14 +62,14 @@ def command(
         raise UsageError("`--working-dir` and `--no-working-dir` exclude each other", hint="keep one of them")
     if job_id is not None:
         check_job_id(job_id)
-    life = Lifecycle(emit=out.emit)
+    manager = ClusterManager(emit=out.emit)
     if dry_run:
         given = working_dir or runtime.get("working_dir")
-        copied = given is not None or not Jobs(life).in_place(life.find(cluster))
+        copied = given is not None or not manager.jobs.in_place(manager.find(cluster))
         folder = None if no_working_dir and given is None else str(given or Path.cwd())
         show(out, cluster, words, {"env": env, "runtime_env": runtime}, folder, copied)
         return None
-    job = Jobs(life).submit(
+    job = manager.jobs.submit(
         cluster,
         words,
         working_dir=working_dir,
@@ -79,7 +79,7 @@ def command(
         here=not no_working_dir,
     )
     if wait:
-        return follow(out, life, cluster, job)
+        return follow(out, manager, cluster, job)
     out.document({"cluster": cluster, "job": job}) if out.json else out.data(job)
     out.say(f"heliostat logs {cluster} {job} -f") if not out.json else None
     return None
@@ -102,7 +102,7 @@ def show(
     out.data(f"# submits to `{cluster}`{how if folder else ''}:\n{line}")
 
 
-def follow(out: Output, life: Lifecycle, cluster: str, job: str) -> int:
+def follow(out: Output, manager: ClusterManager, cluster: str, job: str) -> int:
     """Streams the job's output; its exit code. Ctrl-C stops the job."""
     if out.verbose:
         out.say(f"job {job}")
@@ -114,10 +114,10 @@ def follow(out: Output, life: Lifecycle, cluster: str, job: str) -> int:
         written += len(chunk)
 
     try:
-        code = Jobs(life).wait(cluster, job, write)
+        code = manager.jobs.wait(cluster, job, write)
     except KeyboardInterrupt:
         out.say(f"interrupted: stopping the job `{job}` (Ctrl-C again: do not wait for it)")
-        Jobs(life).end(cluster, job, write, written)
+        manager.jobs.stop_and_drain(cluster, job, write, written)
         raise Interrupted(
             f"interrupted; the job `{job}` is stopped", hint=f"heliostat jobs {cluster}"
         ) from None

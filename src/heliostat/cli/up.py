@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -12,11 +12,13 @@ from heliostat import backends
 from heliostat.cli.native import SiteCommand
 from heliostat.cli.options import cluster_options, common, read_config, refuse_wait_timeout, wait_timeout
 from heliostat.cli.output import Output, table
+from heliostat.cluster.manager import ClusterManager
 from heliostat.errors import PartialFailure, StillStarting, UsageError
-from heliostat.lifecycle import Lifecycle
-from heliostat.looking import View
 from heliostat.states import NodeState
 from heliostat.units import count, format_bytes
+
+if TYPE_CHECKING:
+    from heliostat.cluster.view import View
 
 
 @click.command(cls=SiteCommand)
@@ -42,19 +44,19 @@ def command(
     if no_wait:
         refuse_wait_timeout(wait_timeout, "--no-wait", "`up --no-wait` waits for nothing")
     config = read_config(values, path or file)
-    life = Lifecycle(emit=out.emit)
+    manager = ClusterManager(emit=out.emit)
     if dry_run:
         from heliostat.cli.dryrun import show
 
-        return show(out, life, config)
+        return show(out, manager, config)
     name = config.spec.cluster_name
-    known = life.store.find(name)
-    was_ready = known is not None and life.look(known).address is not None
+    known = manager.store.find(name)
+    was_ready = known is not None and manager.observe(known).address is not None
     try:
-        view = life.up(config.spec, wait=not no_wait, wait_timeout_s=wait_timeout)
+        view = manager.up(config.spec, wait=not no_wait, wait_timeout_s=wait_timeout)
     except (PartialFailure, StillStarting):
         if not out.json:
-            machines(out, life.find(name))
+            machines(out, manager.find(name))
         raise
     if out.json:
         return out.document(summary(view))

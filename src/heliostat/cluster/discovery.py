@@ -1,7 +1,5 @@
-"""What is here to make clusters of, without asking any other machine: a scheduler, a kubeconfig, hosts in the ssh configuration,
-GPUs.
-
-And the first `heliostat.yaml` for it.
+"""Finds what can run clusters here, without a connection to another host: a scheduler, a kubeconfig, hosts in the ssh
+configuration, GPUs. Renders the first `heliostat.yaml` for it.
 """
 
 from __future__ import annotations
@@ -21,68 +19,76 @@ from heliostat.spec import DEFAULT_RAY, NAME, Host
 from heliostat.transport import Transport
 from heliostat.units import count
 
-ASK_S = 10.0
-ORDER = ("slurm", "pbs", "kubernetes", "ssh", "local")  # the most capable first
-DEEPEST = 8  # configuration files that take in each other
-MOST_HOSTS = 64
-MOST_CONTEXTS = 8
+PROBE_S = 10.0
+PREFERENCE = ("slurm", "pbs", "kubernetes", "ssh", "local")  # the most capable first
+MAX_DEPTH = 8  # of configuration files that include each other
+MAX_HOSTS = 64
+MAX_CONTEXTS = 8
 
 
 @dataclass(frozen=True)
 class Found:
-    """What was found, by site: words for a person. The rest is for the file."""
+    """The backends that were found, with a description each, and the values for the file."""
 
     sites: Mapping[str, str]
     partition: str | None = None
     partitions: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ()
-    gates: tuple[str, ...] = ()
+    jump_hosts: tuple[str, ...] = ()
     gpus: tuple[str, ...] = field(default=())
     context: str | None = None  # of the kubeconfig
     contexts: tuple[str, ...] = ()
     namespace: str | None = None
 
 
-def look(here: Transport, home: Path, environ: Mapping[str, str] = os.environ) -> Found:
-    """Only sites that we have a backend for; `local` is always there."""
+def discover(here: Transport, home: Path, environ: Mapping[str, str] = os.environ) -> Found:
+    """The backends that can be used from this machine; `local` always can."""
     partition, partitions = None, []
     sites: dict[str, str] = {}
-    if version := _said(here, ["sbatch", "--version"]):
+    if version := _output(here, ["sbatch", "--version"]):
         sites["slurm"] = version
-        for line in _said(here, ["sinfo", "--noheader", "--format=%P"]).splitlines():
+        for line in _output(here, ["sinfo", "--noheader", "--format=%P"]).splitlines():
             name = line.strip().rstrip("*")
             partitions.append(name)
             partition = name if line.strip().endswith("*") else partition
-    # `qsub` alone says nothing: Grid Engine has one too
-    if (version := _said(here, ["qstat", "--version"])) and "pbs_version" in version.lower():
+    # `qsub` alone is not evidence: Grid Engine has one too
+    if (version := _output(here, ["qstat", "--version"])) and "pbs_version" in version.lower():
         sites["pbs"] = version
     context, contexts = kube_contexts(environ.get("KUBECONFIG") or str(home / ".kube" / "config"))
     namespace = contexts.get(context or "")
     if context:
         sites["kubernetes"] = f"the context {context}" + (f", namespace {namespace}" if namespace else "")
-    hosts, gates = ssh_hosts(home / ".ssh" / "config")
+    hosts, jump_hosts = ssh_hosts(home / ".ssh" / "config")
     if hosts:
         sites["ssh"] = f"{count(len(hosts), 'host')} in ~/.ssh/config"
-    gpus = _said(here, ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]).splitlines()
+    gpus = _output(here, ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]).splitlines()
     sites["local"] = f"this computer, {count(os.cpu_count() or 1, 'CPU')}, {count(len(gpus), 'GPU')}"
-    known = {site: sites[site] for site in ORDER if site in sites and site in backends.names()}
+    known = {site: sites[site] for site in PREFERENCE if site in sites and site in backends.names()}
     unique = tuple(dict.fromkeys(partitions))
     return Found(
-        known, partition, unique, tuple(hosts), tuple(gates), tuple(gpus), context, tuple(contexts), namespace
+        known,
+        partition,
+        unique,
+        tuple(hosts),
+        tuple(jump_hosts),
+        tuple(gpus),
+        context,
+        tuple(contexts),
+        namespace,
     )
 
 
-def _said(here: Transport, argv: list[str]) -> str:
-    """Nothing: it is not here, or does not work."""
+def _output(here: Transport, argv: list[str]) -> str:
+    """The command's output; "": it does not exist here, or fails."""
     try:
-        done = here.run(argv, timeout=ASK_S)
+        done = here.run(argv, timeout=PROBE_S)
     except HeliostatError:
         return ""
     return done.out.strip() if done.code == 0 else ""
 
 
 def ssh_hosts(path: Path) -> tuple[list[str], list[str]]:
-    """(machines, jump hosts) that the configuration names one by one. Not patterns, nor who is there for `git` only."""
+    """(hosts, jump hosts) that the configuration names. Patterns and hosts of the user `git` are left out."""
     blocks: dict[str, dict[str, str]] = {}
     names: list[str] = []
     for key, words in _lines(path, path.parent, 0):
@@ -93,15 +99,17 @@ def ssh_hosts(path: Path) -> tuple[list[str], list[str]]:
                 blocks.setdefault(name, {})
         elif words:
             for name in names:
-                blocks[name].setdefault(key, words[0])  # as for ssh: the first counts
+                blocks[name].setdefault(key, words[0])  # the first value counts, as for ssh
     jumps = {jump for block in blocks.values() for jump in block.get("proxyjump", "").split(",")}
-    gates = [name for name in blocks if name in {jump.rpartition("@")[2].partition(":")[0] for jump in jumps}]
-    useful = [name for name in blocks if blocks[name].get("user") != "git" and name not in gates]
-    return useful[:MOST_HOSTS], gates
+    jump_hosts = [
+        name for name in blocks if name in {jump.rpartition("@")[2].partition(":")[0] for jump in jumps}
+    ]
+    useful = [name for name in blocks if blocks[name].get("user") != "git" and name not in jump_hosts]
+    return useful[:MAX_HOSTS], jump_hosts
 
 
 def _lines(path: Path, folder: Path, depth: int) -> list[tuple[str, list[str]]]:
-    """(keyword in small letters, words) of the file and of those that it takes in."""
+    """(keyword in lower case, arguments) of each line of the file and of the files that it includes."""
     found: list[tuple[str, list[str]]] = []
     try:
         lines = path.read_text(errors="replace").splitlines()
@@ -117,7 +125,7 @@ def _lines(path: Path, folder: Path, depth: int) -> list[tuple[str, list[str]]]:
             continue
         if key != "include":
             found.append((key, words))
-        elif depth < DEEPEST:
+        elif depth < MAX_DEPTH:
             for word in words:
                 pattern = str((folder / Path(word).expanduser()).absolute())
                 for other in sorted(Path("/").glob(pattern.lstrip("/"))):
@@ -126,7 +134,7 @@ def _lines(path: Path, folder: Path, depth: int) -> list[tuple[str, list[str]]]:
 
 
 def choose(found: Found, wanted: str | None) -> str:
-    """The site that the file is for."""
+    """The backend of the file: the wanted one, else the most capable. Raises UsageError if it was not found."""
     if wanted is None:
         return next(iter(found.sites))
     backends.load(wanted)
@@ -145,11 +153,11 @@ def choose(found: Found, wanted: str | None) -> str:
     return wanted
 
 
-def write_up(found: Found, site: str, folder: str) -> str:
-    """The text of the first file."""
-    name = re.sub(r"[^A-Za-z0-9]+", "-", folder).strip("-")[:40].strip("-")
+def render_spec_file(found: Found, site: str, directory: str) -> str:
+    """The text of the first `heliostat.yaml`."""
+    name = re.sub(r"[^A-Za-z0-9]+", "-", directory).strip("-")[:40].strip("-")
     if site == "kubernetes":
-        name = name.lower().lstrip("-0123456789")  # it becomes part of host names
+        name = name.lower().lstrip("-0123456789")  # the name becomes part of host names
     name = name if NAME.fullmatch(name) else site
     lines = [
         "# What `heliostat up` starts, and `heliostat run SCRIPT.py` for one script. All keys: heliostat schema",
@@ -192,13 +200,10 @@ def _line(text: str, comment: str) -> str:
     return f"{text:<34} # {' '.join(comment.split())}" if comment else text
 
 
-def _plain(word: str) -> str:
-    """A word as YAML takes it for a text: `no` and `12` are others without quotes."""
-    return (
-        word
-        if re.fullmatch(r"[A-Za-z][\w.@-]{3,}", word) and word.lower() not in ("true", "false", "null")
-        else json.dumps(word)
-    )
+def _plain(text: str) -> str:
+    """The text as a YAML string: quoted where YAML would read another type (`no`, `12`)."""
+    is_plain = re.fullmatch(r"[A-Za-z][\w.@-]{3,}", text) and text.lower() not in ("true", "false", "null")
+    return text if is_plain else json.dumps(text)
 
 
 def _where(found: Found, site: str) -> str:
@@ -209,7 +214,7 @@ def _where(found: Found, site: str) -> str:
 
 def _kubernetes(found: Found) -> list[str]:
     others = [other for other in found.contexts if other != found.context]
-    also = f"; others there: {', '.join(others[:MOST_CONTEXTS])}" if others else ""
+    also = f"; others there: {', '.join(others[:MAX_CONTEXTS])}" if others else ""
     namespace = found.namespace or "default"
     return [
         _line("cpus_per_node: 2", "of each pod: what it asks for, and what it gets at most"),
@@ -237,7 +242,7 @@ def _hosts(found: Found) -> list[str]:
     taken: set[str] = set()
     for host in found.hosts:
         node = Host(host=host).node
-        if node in taken:  # a.lab and a.home: the node's name is its first word
+        if node in taken:  # a.lab and a.home: a node's name is the first label of its host
             node = re.sub(r"[^A-Za-z0-9]+", "-", host).strip("-")[:40].strip("-")
             if node in taken or not NAME.fullmatch(node):
                 continue
@@ -245,5 +250,5 @@ def _hosts(found: Found) -> list[str]:
         else:
             lines.append(f"  - {_plain(host)}")
         taken.add(node)
-    lines += [f"  # - {_plain(gate)}  (others are reached through it)" for gate in found.gates]
+    lines += [f"  # - {_plain(jump)}  (others are reached through it)" for jump in found.jump_hosts]
     return lines

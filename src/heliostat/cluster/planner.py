@@ -1,6 +1,6 @@
-"""From a spec to what will be written and run: the order for the site, the agents' config, the agent itself.
+"""From a spec to a plan: the files to write, the commands to run, the configuration of the agents, the agent itself.
 
-Everything here needs the whole spec; verbs that only look (`ls`, `status`, `down`) do not import it.
+Needs the whole spec; commands that only observe (`ls`, `status`, `down`) do not import it.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import secrets
 import sys
 import zipfile
 from collections.abc import Mapping, Sequence
@@ -21,66 +22,101 @@ from pydantic.dataclasses import dataclass as checked
 
 from heliostat import backends, config, staging
 from heliostat.backends.base import Order, Plan
+from heliostat.cluster.access import Access
 from heliostat.errors import UsageError
 from heliostat.spec import DEFAULT_RAY, ClusterSpec, Environment, Member, count_members, members
 from heliostat.store import ClusterFolder, Record
 from heliostat.transport import Transport
 from heliostat.units import parse_window
 
+AGENT = Path(__file__).parents[1] / "agent"
+NO_ID = "0" * 16  # in the plan of a cluster that does not exist yet
+
+
+class Planner:
+    def __init__(self, access: Access) -> None:
+        self._access = access
+
+    def plan(
+        self,
+        spec: ClusterSpec,
+        nodes: Sequence[Member] | None = None,
+        cluster_id: str = NO_ID,
+        command: dict[str, Any] | None = None,
+        launch: int = 1,
+        standalone: bool = False,
+    ) -> tuple[Order, Plan]:
+        """The launch request and the plan for these nodes (None: all of them) on the spec's backend.
+
+        standalone: for a script that is submitted by hand; it needs no record."""
+        gateway, host = self._access.gateway(spec.sites.get(spec.on, {})), self._access.host_for(spec)
+        folder, store = self._access.cluster_dir(spec, cluster_id), self._access.store
+        if standalone:  # several of them may run on one host, and none is recorded
+            cluster_id = secrets.token_hex(8)
+            folder = ClusterFolder(store.home / "by-hand" / f"{spec.cluster_name}-{cluster_id[:4]}")
+        is_remote = folder.path.parent != store.clusters and not standalone
+        if is_remote and command and not command.get("package"):
+            name = command.get("id", "run")
+            paths = {"cwd": folder.path / "work" / name, "package": folder.path / f"{name}.zip"}
+            command = {**command, **{key: path.as_posix() for key, path in paths.items()}}
+        home = gateway.home if gateway else None
+        return plan(folder, spec, nodes, cluster_id, command, launch, host, standalone, home)
+
 
 def plan(
     folder: ClusterFolder,
     spec: ClusterSpec,
     nodes: Sequence[Member] | None = None,
-    mark: str = "0" * 16,
+    cluster_id: str = NO_ID,
     command: dict[str, Any] | None = None,
     launch: int = 1,
     host: Transport | None = None,
     standalone: bool = False,
     home: Path | None = None,
 ) -> tuple[Order, Plan]:
-    """What the site would write and run to start these nodes (None: all of them). Does nothing; on `host` it may look
-    at what the site has. standalone: for a person who starts it by hand, where nothing of the record exists. home: the
-    person's on the machine that the site is reached through, where that is another."""
+    """The launch request and the plan for these nodes (None: all of them). Changes nothing.
+
+    folder: the cluster's directory, as the agents see it. host: is surveyed, if given. standalone: no record exists. home: the
+    user's home directory on the gateway, where the backend has one."""
     backend = backends.load(spec.on)
     _check_demand(spec)
     _check_tls(spec)
     if home and spec.environment.venv and spec.environment.venv.startswith("~/"):
         venv = str(home / spec.environment.venv[2:])
         spec = spec.model_copy(update={"environment": spec.environment.model_copy(update={"venv": venv})})
-    options = site_options(spec)
+    options = backend_options(spec)
     by_hand = {"standalone": True} if standalone else {}
     order = Order(
         spec=spec,
         options=options,
         members=members(spec) if nodes is None else nodes,
         folder=folder.path,
-        agent=Path(__file__).parent / "agent" if standalone else folder.agent,
-        config={**agent_config(folder, spec, mark, command, home), "launch": launch, **by_hand},
+        agent=AGENT if standalone else folder.agent,
+        config={**agent_config(folder, spec, cluster_id, command, home), "launch": launch, **by_hand},
         python="python3" if home else sys.executable,
-        group_options={name: site_options(spec, group.options) for name, group in spec.kinds.items()},
+        group_options={name: backend_options(spec, group.options) for name, group in spec.kinds.items()},
         facts=backend.survey(options, host) if host is not None else {},
     )
     return order, backend.plan(order)
 
 
 def _check_demand(spec: ClusterSpec) -> None:
-    """Nodes by demand where nobody makes them would be a cluster of a head alone that waits for ever."""
+    """Raises UsageError for autoscaling on a backend that cannot add nodes: such a cluster would never get workers."""
     if backends.load(spec.on).grows or not spec.elastic:
         return
-    told = ["`autoscale`"] if spec.autoscale else []
-    told += [f"`groups.{name}.max`" for name, group in spec.kinds.items() if group.max is not None]
+    keys = ["`autoscale`"] if spec.autoscale else []
+    keys += [f"`groups.{name}.max`" for name, group in spec.kinds.items() if group.max is not None]
     able = [f"`{site}`" for site in backends.names() if backends.load(site).grows]
     raise UsageError(
         f"`autoscale` has no meaning on `{spec.on}`",
         cause=f"nodes come and go with demand on {', '.join(able[:-1])} and {able[-1]} only",
-        details=f"{', '.join(told)} of the file or the flags",
+        details=f"{', '.join(keys)} of the file or the flags",
         hint=f"leave it out; heliostat scale {spec.cluster_name} N changes a running cluster",
     )
 
 
 def _check_tls(spec: ClusterSpec) -> None:
-    """Certificates are made by the agents, on the nodes."""
+    """Raises UsageError for TLS where no agent runs: agents make the certificates, on the nodes."""
     if not spec.security.tls or backends.load(spec.on).starts_ray:
         return
     able = [f"`{name}`" for name in backends.names() if backends.load(name).starts_ray]
@@ -93,16 +129,16 @@ def _check_tls(spec: ClusterSpec) -> None:
 
 
 @cache
-def site_table(site: str) -> TypeAdapter[Any]:
-    """What the site's own table may hold, and nothing else."""
+def backend_schema(site: str) -> TypeAdapter[Any]:
+    """The schema of the backend's own table."""
     return TypeAdapter(checked(backends.load(site).Options, frozen=True, config=ConfigDict(extra="forbid")))
 
 
-def site_options(spec: ClusterSpec, more: Mapping[str, Any] | None = None) -> Any:
-    """The site's own table, checked; `more`: what differs for a group."""
+def backend_options(spec: ClusterSpec, more: Mapping[str, Any] | None = None) -> Any:
+    """The backend's own table, validated. more: the options of a group."""
     known = [field.name for field in fields(backends.load(spec.on).Options)]
     try:
-        return site_table(spec.on).validate_python({**spec.sites.get(spec.on, {}), **(more or {})})
+        return backend_schema(spec.on).validate_python({**spec.sites.get(spec.on, {}), **(more or {})})
     except ValidationError as error:
         raise config.explain(error, {}, lambda path: known, prefix=spec.on) from None
 
@@ -110,11 +146,11 @@ def site_options(spec: ClusterSpec, more: Mapping[str, Any] | None = None) -> An
 def agent_config(
     folder: ClusterFolder,
     spec: ClusterSpec,
-    mark: str,
+    cluster_id: str,
     command: dict[str, Any] | None,
     home: Path | None = None,
 ) -> dict[str, Any]:
-    """What every agent of the cluster is told; the site adds what differs from node to node. Holds no secret."""
+    """The configuration of every agent of the cluster; the backend adds what differs between nodes. Contains no secret."""
     window = spec.network.window()
     environment = spec.environment
     more: dict[str, Any] = {}
@@ -125,7 +161,7 @@ def agent_config(
             "options": list(environment.container_options),
         }
     if spec.security.tls:
-        more["tls"] = True  # its files are beside the token
+        more["tls"] = True  # the files are next to the token
     if environment.stage and home:
         raise UsageError(
             "`environment.stage` cannot be used with `via`",
@@ -138,8 +174,8 @@ def agent_config(
         **more,
         "schema": 1,
         "cluster": spec.cluster_name,
-        "id": mark,
-        "mark": mark,
+        "id": cluster_id,
+        "mark": cluster_id,
         "folder": folder.path.as_posix(),
         "auth": spec.security.auth,
         "token_path": folder.token.as_posix(),
@@ -168,7 +204,7 @@ def venv(environment: Environment) -> Path:
 
 
 def image(environment: Environment, home: Path | None = None, check: bool = False) -> str:
-    """The container's image: a URI as it is, a file by its full path (home: on another machine). check: it must be there."""
+    """The container's image: a URI unchanged, a file by its absolute path. home: on the gateway. check: the file must exist."""
     named = environment.container or ""
     if "://" in named:
         return named
@@ -185,14 +221,14 @@ def image(environment: Environment, home: Path | None = None, check: bool = Fals
 
 
 def spec_json(spec: ClusterSpec) -> dict[str, Any]:
-    """The spec as the record keeps it: what was said, and the site's own table."""
-    said: dict[str, Any] = json.loads(spec.model_dump_json(exclude_unset=True))
+    """The spec as the record keeps it: the keys that were set, and the backend's own table."""
+    given: dict[str, Any] = json.loads(spec.model_dump_json(exclude_unset=True))
     if spec.environment.container and not spec.sites.get(spec.on, {}).get("via"):
-        # a later command may be typed in another folder
-        said["environment"]["container"] = image(spec.environment)
+        # a later command may run in another directory
+        given["environment"]["container"] = image(spec.environment)
     own = {site: table for site, table in spec.sites.items() if site == spec.on}
     size = {} if spec.kinds else {"nodes": spec.nodes}
-    return {**said, "on": spec.on, "name": spec.cluster_name, **size, **own}
+    return {**given, "on": spec.on, "name": spec.cluster_name, **size, **own}
 
 
 def spec_of(record: Record) -> ClusterSpec:
@@ -200,11 +236,11 @@ def spec_of(record: Record) -> ClusterSpec:
 
 
 def members_of(record: Record) -> list[Member]:
-    """The nodes that the record has, as the spec wants them."""
+    """The nodes of the record, as the spec describes them."""
     return [member for member in members(spec_of(record)) if member.name in record.nodes]
 
 
-# in words that any Python understands
+# runs on any version of Python
 _MAIN = b"""import sys
 if sys.version_info < (3, 9):
     sys.exit("Python %d.%d is too old: 3.9 is the first that will do" % tuple(sys.version_info[:2]))
@@ -214,7 +250,7 @@ sys.exit(main())
 
 
 def agent_archive() -> bytes:
-    """The agent as one zipapp: the same bytes every time."""
+    """The agent as one zipapp. The bytes are reproducible."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
 
@@ -222,6 +258,6 @@ def agent_archive() -> bytes:
             archive.writestr(zipfile.ZipInfo(name, (2020, 1, 1, 0, 0, 0)), text, zipfile.ZIP_DEFLATED)
 
         add("__main__.py", _MAIN)
-        for path in sorted((Path(__file__).parent / "agent").glob("*.py")):
+        for path in sorted(AGENT.glob("*.py")):
             add(f"agent/{path.name}", path.read_bytes())
     return buffer.getvalue()

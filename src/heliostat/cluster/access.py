@@ -1,0 +1,124 @@
+"""How a cluster is reached: its backend, the host that runs the backend's commands, its directory on another host."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
+
+from heliostat.backends.base import Backend, Platform
+from heliostat.store import ClusterFolder, Record, Store
+
+if TYPE_CHECKING:
+    from heliostat.mirror import Mirror
+    from heliostat.spec import ClusterSpec
+    from heliostat.ssh import Ssh
+    from heliostat.transport import Transport
+
+
+class BackendRegistry(Protocol):
+    """Finds backends by name; the package `heliostat.backends` is one."""
+
+    def names(self) -> list[str]: ...
+
+    def load(self, site: str) -> Backend: ...
+
+
+class Access:
+    """Knows for each cluster its backend, its host and its remote directory."""
+
+    def __init__(self, store: Store, transport: Transport, registry: BackendRegistry) -> None:
+        self.store, self.transport, self.registry = store, transport, registry
+        self._mirrors: dict[str, Mirror] = {}  # by cluster id, since a name can be used again
+        self._collected: set[str] = set()  # ids of clusters whose remote files are all on this machine
+
+    # -- backends and hosts
+
+    def backend(self, record: Record) -> Backend:
+        return self.registry.load(record.site)
+
+    def platform(self, record: Record) -> Platform | None:
+        """The backend, if it starts Ray itself."""
+        backend = self.backend(record)
+        return backend if _is_platform(backend) else None
+
+    def gateway(self, table: Mapping[str, Any]) -> Ssh | None:
+        """The host that the backend's table names in `via`; None: the backend is reached from this machine."""
+        via = table.get("via")
+        if not via:
+            return None
+        from heliostat.ssh import far
+
+        return far(("ssh", via))
+
+    def host_for(self, spec: ClusterSpec) -> Transport:
+        """The host on which the commands of the spec's backend run."""
+        return self.gateway(spec.sites.get(spec.on, {})) or self.transport
+
+    def host_of(self, record: Record) -> Transport:
+        """The host on which the commands of the cluster's backend run."""
+        return self._gateway_of(record) or self.transport
+
+    def _gateway_of(self, record: Record) -> Ssh | None:
+        return self.gateway(record.spec.get(record.site) or {})
+
+    # -- directories
+
+    def cluster_dir(self, spec: ClusterSpec, cluster_id: str) -> ClusterFolder:
+        """The cluster's directory, as the agents see it."""
+        gateway, backend = self.gateway(spec.sites.get(spec.on, {})), self.registry.load(spec.on)
+        if gateway is None and (backend.shares_files or not backend.starts_ray):
+            return ClusterFolder(self.store.clusters / spec.cluster_name)
+        from heliostat.mirror import PLACE
+
+        if gateway is not None:
+            return ClusterFolder(gateway.home / PLACE / cluster_id)
+        from heliostat.spec import head_member
+
+        # Where each host has its own files, the path is relative to the home directory there. Each node has a directory,
+        # since hosts may share a home; the head's is that of the cluster.
+        return ClusterFolder(Path(PLACE) / cluster_id / head_member(spec).name)
+
+    def mirror(self, folder: ClusterFolder, record: Record, node: str | None = None) -> Mirror | None:
+        """The cluster's remote directory or, where each host has its own, that of this node. None: it is on this machine."""
+        if record.place is None or self.is_collected(record) or self.is_archived(folder):
+            return None
+        from heliostat.mirror import SMALL, Mirror
+        from heliostat.ssh import far
+
+        gateway, detail, key = self._gateway_of(record), None, record.id
+        if gateway is None:
+            handles = [h for h in record.handles if "ssh" in h["detail"] and "refused" not in h["detail"]]
+            head = next((h for h in handles if h["detail"]["role"] == "head"), None)
+            handle = next((h for h in handles if node in h["nodes"]), head)
+            if handle is None or head is None:
+                return None  # no agent was started yet
+            detail, gateway = handle["detail"], far(handle["detail"]["ssh"])
+            key = record.id if handle is head else f"{record.id}-{node}"
+        if key not in self._mirrors:
+            remote_dir = Path(detail["folder"] if detail else record.place)
+            small = SMALL if key == record.id else ()
+            self._mirrors[key] = Mirror(folder, gateway, remote_dir, detail, small)
+        return self._mirrors[key]
+
+    def open_mirror(self, record: Record) -> Mirror | None:
+        """The cluster's remote directory, if this object has used it before."""
+        return self._mirrors.get(record.id)
+
+    def send_request(self, folder: ClusterFolder, request: dict[str, Any]) -> None:
+        """Writes a request for the head's agent into the cluster's directory."""
+        (self.mirror(folder, folder.record()) or folder).ask(request)
+
+    def is_archived(self, folder: ClusterFolder) -> bool:
+        return folder.path.parent == self.store.ended
+
+    def is_collected(self, record: Record) -> bool:
+        """Whether the remote files of an ended cluster are on this machine."""
+        return record.id in self._collected
+
+    def mark_collected(self, record: Record) -> None:
+        self._collected.add(record.id)
+
+
+def _is_platform(backend: Backend) -> TypeGuard[Platform]:
+    return not backend.starts_ray
