@@ -112,7 +112,7 @@ class GridEngine(_batch.Batch):
     def plan(self, order: Order) -> Plan:
         if order.spec.kinds:
             because = "Grid Engine can hold a job until another has ended, not until it has begun"
-            raise UsageError("`groups` cannot be used on `gridengine`", because=because)
+            raise UsageError("`groups` cannot be used on `gridengine`", cause=because)
         return self._job(order)
 
     def _job(self, order: Order) -> Plan:

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from heliostat import backends, config
-from heliostat.errors import HeliostatError, UsageError
+from heliostat.errors import Code, HeliostatError, UsageError
 from heliostat.events import Emit
 from heliostat.jobs import Jobs
 from heliostat.lifecycle import Lifecycle
@@ -101,7 +101,11 @@ class Cluster:
         """What `ray.init` takes."""
         address = self._life.find(self.name).address
         if address is None:
-            raise HeliostatError(f"`{self.name}` has no address now", hint=f"heliostat status {self.name}")
+            raise HeliostatError(
+                f"`{self.name}` has no address now",
+                hint=f"heliostat status {self.name}",
+                code=Code.CLUSTER_NOT_READY,
+            )
         return address
 
     @property
@@ -147,7 +151,7 @@ class Cluster:
 
         if isinstance(workers, bool) or not isinstance(workers, int) or not 0 <= workers <= MOST_WORKERS:
             raise UsageError(
-                "`workers` cannot be used", because=f"`{workers!r}` is not between 0 and {MOST_WORKERS}"
+                "`workers` cannot be used", cause=f"`{workers!r}` is not between 0 and {MOST_WORKERS}"
             )
         growth.scale(self._life, self.name, workers)
 
@@ -215,7 +219,7 @@ def up(
     """
     life = Lifecycle(emit=emit)
     if wait_timeout is not None and not wait_timeout > 0:
-        raise UsageError("`wait_timeout` cannot be used", because=f"`{wait_timeout}` is no number of seconds")
+        raise UsageError("`wait_timeout` cannot be used", cause=f"`{wait_timeout}` is no number of seconds")
     sites, flat = backends.names(), {key: value for key, value in values.items() if value is not None}
     if isinstance(file, ClusterSpec):  # it may have been copied or made without a check
         base, own = _as_file(file), dict[str, str]()

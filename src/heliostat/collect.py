@@ -44,7 +44,7 @@ class Collector:
         self.over.set()
         late = [what for what, thread in threads.items() if thread.is_alive()]
         notes = [f"not copied within {seconds:.0f} s: {', '.join(late)}"] if late else []
-        denied = dict.fromkeys(error.what for error in self._errors if isinstance(error, AccessDenied))
+        denied = dict.fromkeys(error.message for error in self._errors if isinstance(error, AccessDenied))
         return [*notes, *(f"not copied: {what}" for what in denied)]
 
     def _start(self, task: Callable[[], None]) -> threading.Thread:

@@ -14,7 +14,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from heliostat import rayyaml
-from heliostat.errors import UsageError
+from heliostat.errors import Code, UsageError
 from heliostat.script import CONNECTION_VARIABLES
 from heliostat.spec import ClusterSpec
 
@@ -92,7 +92,7 @@ def _count_nodes(
     if str(values.get("nodes", own)) != str(own):
         raise UsageError(
             f"`nodes` ({values['nodes']}) and the {own} nodes of `{site}`'s own words disagree",
-            because=_where(origins, "nodes").strip(" ()"),
+            cause=_where(origins, "nodes").strip(" ()"),
             hint="keep one of the two",
         )
     _put(values, origins, "nodes", own, f"the options of {site}")
@@ -108,14 +108,14 @@ def check(values: Mapping[str, Any], origins: Mapping[str, str], sites: list[str
         if not isinstance(table, dict):
             raise UsageError(
                 f"`{site}` is not a table",
-                because=_where(origins, site).strip(" ()"),
+                cause=_where(origins, site).strip(" ()"),
                 hint=f"{site}: {{key: value}}",
             )
     plain = {key: value for key, value in values.items() if key not in sites}
     if "sites" in plain:  # where the model keeps those tables; no key of the file
         known = ", ".join(sorted([*_keys(ClusterSpec, []), *sites]))
-        because = _where(origins, "sites").strip(" ()")
-        raise UsageError("unknown key `sites`", because=because, hint=f"known keys: {known}")
+        cause = _where(origins, "sites").strip(" ()")
+        raise UsageError("unknown key `sites`", cause=cause, hint=f"known keys: {known}")
     try:
         spec = ClusterSpec.model_validate({**plain, "sites": tables})
     except ValidationError as error:
@@ -123,12 +123,12 @@ def check(values: Mapping[str, Any], origins: Mapping[str, str], sites: list[str
             error, origins, lambda path: _keys(ClusterSpec, path) + ([] if path else sites)
         ) from None
     except UnicodeEncodeError as error:  # of an argument; pydantic cannot say it
-        raise UsageError("a value is not UTF-8 text", because=f"`{error.object[:80]}`") from None
+        raise UsageError("a value is not UTF-8 text", cause=f"`{error.object[:80]}`") from None
     if spec.on not in sites:
         near = difflib.get_close_matches(spec.on, sites, n=1)
         raise UsageError(
             f"there is no site `{spec.on}`",
-            because=f"sites here: {', '.join(sites)}" + _where(origins, "on"),
+            cause=f"sites here: {', '.join(sites)}" + _where(origins, "on"),
             hint=f"--on {(near or [site for site in sites if site == 'local'] or sites)[0]}",
         )
     return spec
@@ -152,12 +152,12 @@ def explain(
         near = difflib.get_close_matches(path[-1], known, n=1, cutoff=0.5)
         hint = f"did you mean `{near[0]}`?" if near else f"known keys: {', '.join(sorted(known)) or 'none'}"
         return UsageError(
-            f"unknown key `{key[:80]}`{more}", because=_where(origins, key).strip(" ()"), hint=hint
+            f"unknown key `{key[:80]}`{more}", cause=_where(origins, key).strip(" ()"), hint=hint
         )
     words = first["msg"].removeprefix("Value error, ")
     value = f"`{repr(first.get('input'))[:80]}`: " if first["type"] != "value_error" and path else ""
     what = f"`{key[:80]}` cannot be used{more}" if key else f"the cluster cannot be used{more}"
-    return UsageError(what, because=f"{value}{words}"[:300] + _where(origins, key), hint="heliostat schema")
+    return UsageError(what, cause=f"{value}{words}"[:300] + _where(origins, key), hint="heliostat schema")
 
 
 def _keys(model: type[BaseModel], path: list[str]) -> list[str]:
@@ -200,7 +200,7 @@ def _environment(environ: Mapping[str, str], sites: list[str]) -> Iterable[tuple
                 near = difflib.get_close_matches(key.partition(".")[0], known, n=1)
                 raise UsageError(
                     f"unknown variable `{name[:80]}`",
-                    because="no key of the file has that name",
+                    cause="no key of the file has that name",
                     hint=f"did you mean `{_PREFIX}{near[0].upper()}`?" if near else f"unset {name[:80]}",
                 )
             yield key, text, f"${name}"
@@ -233,27 +233,27 @@ def _read(file: Path) -> tuple[dict[str, Any], dict[str, str]]:
             data = stream.read(LARGEST_FILE + 1)
     except OSError as error:
         raise UsageError(
-            f"could not read `{file}`", because=error.strerror or str(error), hint="heliostat up --on local"
+            f"could not read `{file}`", cause=error.strerror or str(error), hint="heliostat up --on local"
         ) from None
     if len(data) > LARGEST_FILE:
-        raise UsageError(f"`{file}` is too large", because=f"{LARGEST_FILE} bytes are the most")
+        raise UsageError(f"`{file}` is too large", cause=f"{LARGEST_FILE} bytes are the most")
     try:
         text = data.decode()
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         words = " ".join(str(error).split())[:300]
-        raise UsageError(f"`{file}` is not YAML", because=words, hint="heliostat schema") from None
+        raise UsageError(f"`{file}` is not YAML", cause=words, hint="heliostat schema") from None
     if root is None or root.tag == "tag:yaml.org,2002:null":
         return {}, {}
     if not isinstance(root, yaml.MappingNode):
         raise UsageError(
-            f"`{file}` is not a table of keys", because="its first line should be, say, `name: lab`"
+            f"`{file}` is not a table of keys", cause="its first line should be, say, `name: lab`"
         )
     reader = _Reader(file.name)
     try:
         values = reader.read(root, "")
     except RecursionError:
-        raise UsageError(f"`{file}` is too deep", because="tables in tables in tables") from None
+        raise UsageError(f"`{file}` is too deep", cause="tables in tables in tables") from None
     return values, reader.origins
 
 
@@ -267,7 +267,7 @@ class _Reader:
     def read(self, node: yaml.Node, key: str) -> Any:
         self.count += 1
         if self.count > LARGEST_TREE:
-            raise UsageError(f"`{self.name}` is too large", because=f"more than {LARGEST_TREE} values")
+            raise UsageError(f"`{self.name}` is too large", cause=f"more than {LARGEST_TREE} values")
         line = f"{self.name} line {node.start_mark.line + 1}"
         if isinstance(node, yaml.MappingNode):
             table: dict[str, Any] = {}
@@ -275,7 +275,7 @@ class _Reader:
                 name = str(key_node.value) if isinstance(key_node, yaml.ScalarNode) else "?"
                 if name in table:
                     where = f"{self.name} line {key_node.start_mark.line + 1}"
-                    raise UsageError(f"`{name[:80]}` is given twice", because=where, hint="keep one of them")
+                    raise UsageError(f"`{name[:80]}` is given twice", cause=where, hint="keep one of them")
                 inner = f"{key}.{name}" if key else name
                 self.origins[inner] = f"{self.name} line {key_node.start_mark.line + 1}"
                 table[name] = self.read(value_node, inner)
@@ -292,7 +292,7 @@ class _Reader:
             return self.constructor.construct_object(node)
         except yaml.YAMLError as error:
             raise UsageError(
-                f"`{key}` is not a plain value", because=" ".join(str(error).split())[:200]
+                f"`{key}` is not a plain value", cause=" ".join(str(error).split())[:200]
             ) from None
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from heliostat import backends, environment, retention, tls
 from heliostat.backends.base import Check, Question, by_name
-from heliostat.errors import HeliostatError
+from heliostat.errors import Code, HeliostatError
 from heliostat.lifecycle import Lifecycle
 from heliostat.ownership import HOME, TEMP, UnsafePathError, find_unsafe, remedy, temp_directory
 from heliostat.planning import agent_archive
@@ -234,7 +234,10 @@ def probe(life: Lifecycle, spec: ClusterSpec | None) -> dict[str, Any]:
         answer = json.loads(done.out.strip().splitlines()[-1])
     except (ValueError, IndexError):
         raise HeliostatError(
-            "the environment does not start", because=done.err.strip()[-300:], saw=done.saw()
+            "the environment does not start",
+            cause=done.err.strip()[-300:],
+            details=done.saw(),
+            code=Code.ENVIRONMENT_BROKEN,
         ) from None
     return dict(answer)
 
@@ -301,7 +304,7 @@ def _hosts(life: Lifecycle, spec: ClusterSpec) -> Iterator[Check]:
         try:
             found = environment.probe(place)
         except HeliostatError as error:
-            found = {"ok": False, "reason": f"{error.because or error.what}", "hint": error.hint}
+            found = {"ok": False, "reason": f"{error.cause or error.message}", "hint": error.hint}
         return asked, found
 
     answers = at_once(one, places)
@@ -338,7 +341,7 @@ def _hosts(life: Lifecycle, spec: ClusterSpec) -> Iterator[Check]:
                 yield HOSTS[name].answer(False, words, host=place.name)
     odd = environment.odd(outcomes) if outcomes else None
     if odd:
-        yield HOSTS["versions"].answer(False, f"{odd.what}: {odd.because}", hint=odd.hint or None)
+        yield HOSTS["versions"].answer(False, f"{odd.message}: {odd.cause}", hint=odd.hint or None)
 
 
 def _leftovers(life: Lifecycle) -> Iterator[Check]:

@@ -16,7 +16,7 @@ from heliostat.errors import (
     HeliostatError,
     Interrupted,
     NotFoundError,
-    PartlyDone,
+    PartialFailure,
     UsageError,
 )
 from heliostat.events import Event
@@ -108,7 +108,7 @@ class Ending(Looking):
         """What a failed `up` had started goes, so that nothing lingers; its logs stay in the history."""
         try:
             self._end(folder, reason)
-        except (NotFoundError, PartlyDone):
+        except (NotFoundError, PartialFailure):
             pass  # what failed first is what a person must know
         except HeliostatError as error:
             text = f"`{folder.name}` could not be released: {error}; heliostat down {folder.name} --now"
@@ -137,7 +137,7 @@ class Ending(Looking):
                 self._take_leave(folder, record)
             try:
                 backend.cancel(handles, self.host_of(record), now=now)
-            except PartlyDone as error:
+            except PartialFailure as error:
                 given_up = error
             except HeliostatError:
                 folder.record()  # raises when another command has put it into the history meanwhile
@@ -160,7 +160,7 @@ class Ending(Looking):
         if left:
             raise HeliostatError(
                 f"`{view.record.name}` could not be ended whole",
-                because=f"still there: {', '.join(left)}",
+                cause=f"still there: {', '.join(left)}",
                 hint=f"heliostat down {view.record.name} --now",
             )
         self._report_unreached(folder, view.record)
@@ -170,10 +170,10 @@ class Ending(Looking):
                 raise given_up
             return ended
         except DiskError as error:
-            raise PartlyDone(
+            raise PartialFailure(
                 f"`{view.record.name}` is stopped, but its record could not be written",
-                because=error.because,
-                saw=error.what,
+                cause=error.cause,
+                details=error.message,
                 hint=f"free some space there, then heliostat down {view.record.name}",
             ) from None
 
@@ -199,7 +199,7 @@ class Ending(Looking):
             unchecked = f"whether `{record.site}` runs anything of `{name}`"
             if not now:
                 hint = f"heliostat down {name} --now forgets it"
-                raise HeliostatError(f"could not check {unchecked}", because=str(error), hint=hint) from None
+                raise HeliostatError(f"could not check {unchecked}", cause=str(error), hint=hint) from None
             self._at_home.add(record.id)  # nothing is on record that could be fetched
             self.emit(Event("note", f"warning: could not check {unchecked}: {error}"))
             return []
@@ -224,7 +224,7 @@ class Ending(Looking):
         if platform is None or handle is None:
             raise UsageError(
                 f"`{name}` cannot be kept",
-                because=f"`{record.site}` has nothing that could be brought back",
+                cause=f"`{record.site}` has nothing that could be brought back",
                 hint=f"heliostat down {name}",
             )
         if record.kind != "up":
@@ -242,7 +242,7 @@ class Ending(Looking):
                 left = ", ".join(node.name for node in own if node.state is not N.SUSPENDED)
                 raise DeadlineError(
                     f"`{name}` was not put away within {KEEP_S:.0f} s",
-                    because=f"still there: {left}",
+                    cause=f"still there: {left}",
                     hint=f"heliostat status {name}",
                 )
             time.sleep(0.1)
@@ -289,8 +289,8 @@ class Ending(Looking):
             self._end(folder, "released")
         except NotFoundError:
             return  # whoever looked first has put it into the history
-        except (DiskError, PartlyDone) as error:
-            self.emit(Event("note", f"{error.what}: {error.because}"))
+        except (DiskError, PartialFailure) as error:
+            self.emit(Event("note", f"{error.message}: {error.cause}"))
 
     def _check_it_is(self, folder: ClusterFolder, record: Record) -> None:
         """Another command may have put it into the history, and a third one started a cluster of that name there."""

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from heliostat import backends, planning, staging
-from heliostat.errors import HeliostatError, Interrupted, PartlyDone, UsageError
+from heliostat.errors import HeliostatError, Interrupted, PartialFailure, UsageError
 from heliostat.events import Emit, Event
 from heliostat.mirror import pack as tar
 from heliostat.script import SAFE, BatchScript, agent_script
@@ -125,7 +125,7 @@ def _make(place: Place, emit: Emit) -> None:
     if outcome.error:
         raise HeliostatError(
             f"could not make the environment `{folder}`",
-            because=outcome.error,
+            cause=outcome.error,
             hint=outcome.hint
             or f"python3 -m venv {folder} && {folder}/bin/pip install 'ray[default]=={ray}'",
         )
@@ -140,7 +140,7 @@ def places(spec: ClusterSpec, host: Transport) -> list[Place]:
     if not backends.load(spec.on).starts_ray:
         raise UsageError(
             f"there is nothing to set up on `{spec.on}`",
-            because="its machines come with Ray, and what your code needs is made as each of them starts",
+            cause="its machines come with Ray, and what your code needs is made as each of them starts",
             hint=f"heliostat doctor --on {spec.on}",
         )
     if spec.on == LISTED:
@@ -162,7 +162,7 @@ def places(spec: ClusterSpec, host: Transport) -> list[Place]:
         if wanted.requirements and not (wanted.venv or wanted.conda):
             raise UsageError(
                 "`environment.requirements` needs `environment.venv`",
-                because="that is where they are installed",
+                cause="that is where they are installed",
             )
     return found
 
@@ -174,7 +174,7 @@ def check(wanted: Environment) -> None:
     if wanted.wheels and not wheels(wanted):
         raise UsageError(
             f"there are no wheels in `{wanted.wheels}`",
-            because="`environment.wheels` is a folder on this machine",
+            cause="`environment.wheels` is a folder on this machine",
             hint=f"pip download -d {wanted.wheels} 'ray[default]=={wanted.ray or DEFAULT_RAY}'",
         )
 
@@ -186,7 +186,7 @@ def requirements(path: Path, above: tuple[Path, ...] = ()) -> str:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         because = getattr(error, "strerror", None) or str(error)
-        raise UsageError(f"could not read the requirements `{path}`", because=because) from None
+        raise UsageError(f"could not read the requirements `{path}`", cause=because) from None
     if path in above:
         raise UsageError(f"the requirements `{path}` take themselves in")
     whole = []
@@ -258,7 +258,7 @@ def settle(places: Sequence[Place], emit: Emit, *, upgrade: bool = True) -> list
             _, waiting = wait(waiting, 0.1)
         raise Interrupted(
             "interrupted while installing",
-            because="what was half done is known for that on each machine",
+            cause="what was half done is known for that on each machine",
             hint="the same command again goes on",
         ) from None
     pool.shutdown()
@@ -351,14 +351,12 @@ def problem(outcomes: Sequence[Outcome]) -> HeliostatError | None:
     because = "; ".join(f"{names}: {one.error}" for names, one in _alike(failed, lambda one: one.error))
     hint = next((one.hint for one in failed if one.hint), "")
     if len(outcomes) == 1:
-        return HeliostatError("the environment is not ready", because=failed[0].error, hint=hint)
+        return HeliostatError("the environment is not ready", cause=failed[0].error, hint=hint)
     if len(failed) == len(outcomes):
-        return HeliostatError(
-            f"none of the {len(outcomes)} hosts could be set up", because=because, hint=hint
-        )
-    return PartlyDone(
+        return HeliostatError(f"none of the {len(outcomes)} hosts could be set up", cause=because, hint=hint)
+    return PartialFailure(
         f"{len(failed)} of the {len(outcomes)} hosts could not be set up",
-        because=because,
+        cause=because,
         hint=hint or "the same command again does the rest",
     )
 
@@ -381,7 +379,7 @@ def odd(outcomes: Sequence[Outcome]) -> HeliostatError | None:
     rest = "the other host has" if kinds[usual] == 1 else f"the other {kinds[usual]} hosts have"
     return HeliostatError(
         f"{' and '.join(differ)} must be the same on every host",
-        because="; ".join([*told, f"{rest} {usual}"]),
+        cause="; ".join([*told, f"{rest} {usual}"]),
         hint="`environment.setup`, of the file or of that host, may bring another Python; a new `venv` is made from it"
         if "Python" in differ
         else "`environment: {venv: …}` in the file: then each has the same",

@@ -43,19 +43,17 @@ def scale(
     if group and not spec.kinds:
         raise UsageError(
             f"`{name}` has no group `{group}`",
-            because="its workers are all of one kind",
+            cause="its workers are all of one kind",
             hint=f"heliostat scale {name} {workers}",
         )
     if spec.kinds:
-        raise UsageError(
-            f"`{name}` has groups of nodes", because="say which group in the file, and `up` again"
-        )
+        raise UsageError(f"`{name}` has groups of nodes", cause="say which group in the file, and `up` again")
     environment.pack(spec, life.store, life.emit)
     wanted = {m.name: m for m in worker_members(spec, workers)}
     if len(wanted) < workers:
         raise UsageError(
             f"`{name}` cannot have {count(workers, 'worker')}",
-            because=f"its file lists {count(len(wanted), 'host')} beside the head",
+            cause=f"its file lists {count(len(wanted), 'host')} beside the head",
         )
     with folder.lock():
         record = folder.record()
@@ -95,13 +93,13 @@ def _resize(
     if group not in kinds:
         raise UsageError(
             f"`{record.name}` has no group `{group}`" if group else f"which group of `{record.name}`?",
-            because=f"it has {', '.join(spec.kinds)}" if spec.kinds else "its workers are all of one kind",
+            cause=f"it has {', '.join(spec.kinds)}" if spec.kinds else "its workers are all of one kind",
             hint=f"heliostat scale {record.name} {workers}" + (f" --group {kinds[0]}" if spec.kinds else ""),
         )
     if spec.elastic:
         raise UsageError(
             f"`{record.name}` has as many nodes as its work asks for",
-            because="`autoscale` is in its file",
+            cause="`autoscale` is in its file",
             hint="change `min` and `max` there, and start it anew",
         )
     assert platform and handle
@@ -153,7 +151,7 @@ def _let_go(life: Lifecycle, folder: ClusterFolder, record: Record, names: Seque
             break
         if time.monotonic() > deadline:
             raise HeliostatError(
-                f"`{record.name}` could not let go of all nodes", because=f"still there: {', '.join(left)}"
+                f"`{record.name}` could not let go of all nodes", cause=f"still there: {', '.join(left)}"
             )
         time.sleep(POLL_S)
     backends.load(record.site).bring_home(whole, folder.path)
@@ -172,7 +170,7 @@ def restart_node(life: Lifecycle, name: str, node: str, wait_timeout_s: float | 
     life.must_be_up(view)
     folder, known = view.folder, view.record.nodes
     if node not in known:
-        raise NotFoundError(f"`{name}` has no node `{node}`", because=f"it has {', '.join(known)}")
+        raise NotFoundError(f"`{name}` has no node `{node}`", cause=f"it has {', '.join(known)}")
     if known[node].role == "head":
         raise UsageError(f"`{node}` is the head of `{name}`", hint=f"heliostat restart {name}")
     if known[node].guest:
@@ -206,7 +204,7 @@ def add_hosts(life: Lifecycle, name: str, hosts: Sequence[str]) -> View:
     if not old.machines:
         raise UsageError(
             f"`{name}` takes no hosts",
-            because=f"`{view.record.site}` gives it its machines",
+            cause=f"`{view.record.site}` gives it its machines",
             hint="--nodes 2",
         )
     listed = all_hosts(old)  # those that wait behind the last node in use stay there
@@ -229,13 +227,13 @@ def join(life: Lifecycle, name: str, spec: ClusterSpec, command: dict[str, Any] 
     if life.platform(view.record):
         raise UsageError(
             f"nobody can join `{name}`",
-            because=f"`{view.record.site}` makes its nodes",
+            cause=f"`{view.record.site}` makes its nodes",
             hint=f"heliostat scale {name} N; heliostat submit {name} -- python script.py runs a script",
         )
     if planning.spec_of(view.record).machines:
         raise UsageError(
             f"which machine joins `{name}`?",
-            because="the file lists all machines of its site",
+            cause="the file lists all machines of its site",
             hint=f"heliostat join {name} --host zinc; heliostat submit {name} -- python script.py runs a script",
         )
     environment.pack(spec, life.store, life.emit)
@@ -288,8 +286,8 @@ def settle_join(life: Lifecycle, folder: ClusterFolder, guest: str) -> View:
             leave(life, folder, guest)
             raise HeliostatError(
                 f"the nodes of `{guest}` did not join `{view.record.name}`",
-                because=reason[:400],
-                saw=f"log: {folder.logs / (bad[0].name if bad else guest)}",
+                cause=reason[:400],
+                details=f"log: {folder.logs / (bad[0].name if bad else guest)}",
                 hint=f"heliostat logs {view.record.name} {bad[0].name if bad else ''}".strip(),
             )
         life.emit(Event("progress", in_words(nodes)))

@@ -139,7 +139,7 @@ def choose(found: Found, wanted: str | None) -> str:
         }
         raise UsageError(
             f"nothing of `{wanted}` is found here",
-            because=why.get(wanted, ""),
+            cause=why.get(wanted, ""),
             hint=f"heliostat init --on {next(iter(found.sites))}",
         )
     return wanted

@@ -40,7 +40,7 @@ def check_job_id(job_id: str) -> None:
     if not JOB_ID.fullmatch(job_id):
         raise UsageError(
             f"`{job_id[:80]}` cannot be the id of a job",
-            because="an id has 1 to 100 letters, digits, `.`, `_` and `-`, and begins with a letter or a digit",
+            cause="an id has 1 to 100 letters, digits, `.`, `_` and `-`, and begins with a letter or a digit",
             hint=f"--job-id {re.sub('[^A-Za-z0-9]+', '-', job_id).strip('-')[:100] or 'train-1'}",
         )
 
@@ -224,7 +224,7 @@ class Jobs:
                 self.end(name, job_id, tell, written)
             raise HeliostatError(
                 f"`{name}` ended before the job `{job_id}` did",
-                because=_why(ends.view.record),
+                cause=_why(ends.view.record),
                 hint=f"heliostat logs {name}",
             ) from None
         self._remember(name, job)
@@ -256,7 +256,7 @@ class Jobs:
                     gone = "its head is another one now, which does not know the job" if replaced else ""
                     raise HeliostatError(
                         f"the head of `{cluster.name}` was lost while the job `{job_id}` ran",
-                        because=gone or _why(cluster.view.record) or error.because,
+                        cause=gone or _why(cluster.view.record) or error.cause,
                         hint=f"heliostat logs {cluster.name}",
                     ) from None
                 time.sleep(0.2)
@@ -371,7 +371,7 @@ class Jobs:
             life.interrupted(folder, last_look=bool, first=lambda: self._stop_run(name, kept, tee))
             raise
         except (HeliostatError, OSError) as error:
-            why = (error.because or "given up") if isinstance(error, HeliostatError) else ""
+            why = (error.cause or "given up") if isinstance(error, HeliostatError) else ""
             life.give_up(folder, why or "nobody reads its output any more")
             raise
 
@@ -420,7 +420,7 @@ class Jobs:
                     tail.drain()
                     raise HeliostatError(
                         f"the cluster `{view.record.name}` ended before its command did",
-                        because=_why(view.record),
+                        cause=_why(view.record),
                         hint=f"heliostat logs {view.record.name} head",
                     )
             time.sleep(pause)

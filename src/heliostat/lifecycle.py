@@ -22,7 +22,7 @@ from heliostat.errors import (
     HeliostatError,
     Interrupted,
     NotFoundError,
-    PartlyDone,
+    PartialFailure,
     StillStarting,
     UsageError,
 )
@@ -134,10 +134,10 @@ class Lifecycle(Ending):
                 self.interrupted(folder, last_look)
             raise Interrupted(
                 f"interrupted while waiting for `{name}`",
-                because="it goes on starting",
+                cause="it goes on starting",
                 hint=f"heliostat down {name}",
             ) from None
-        except (PartlyDone, StillStarting):
+        except (PartialFailure, StillStarting):
             raise
         except HeliostatError:
             if mine and self._is_own(folder):
@@ -157,8 +157,8 @@ class Lifecycle(Ending):
         if self.store.find(name) is None and place.exists():
             raise HeliostatError(
                 f"the name `{name}` cannot be used",
-                because="its folder has no record",
-                saw=str(place),
+                cause="its folder has no record",
+                details=str(place),
                 hint="move that folder away, or choose another name with --name",
             )
 
@@ -178,7 +178,7 @@ class Lifecycle(Ending):
             because += ", with another spec"
         raise HeliostatError(
             f"the name `{record.name}` is in use",
-            because=because,
+            cause=because,
             hint=f"heliostat down {record.name}, or choose another name with --name",
         )
 
@@ -306,7 +306,7 @@ class Lifecycle(Ending):
             old = [h for h in record.handles if set(h["nodes"]) <= again]
             # what an earlier life may have left must not meet the next one
             old_handles = [Handle.from_json(h) for h in old]
-            with contextlib.suppress(PartlyDone):  # one that comes back is sent away by the head
+            with contextlib.suppress(PartialFailure):  # one that comes back is sent away by the head
                 backends.load(record.site).cancel(old_handles, self.host_of(record), now=True)
             record.handles = [h for h in record.handles if h not in old]
             for member in missing:
@@ -473,17 +473,17 @@ class Lifecycle(Ending):
         if record.kind == "up" and view.address and not view.headless:
             ready = f"{view.alive()} of the {len(record.nodes)} nodes asked for"
             hint = f"heliostat status {record.name}; the same `up` waits again, heliostat down {record.name} ends it"
-            return StillStarting(f"`{record.name}` has {ready}", because=because, hint=hint)
+            return StillStarting(f"`{record.name}` has {ready}", cause=because, hint=hint)
         what = f"`{record.name}` did not become ready"
-        return DeadlineError(what, because=because, saw=str(self.store.past_place(record) / "logs"))
+        return DeadlineError(what, cause=because, details=str(self.store.past_place(record) / "logs"))
 
     def _failed(self, view: View, node: NodeRecord) -> HeliostatError:
         hint = _advice(node.reason, view.record)
         place = self.store.past_place(view.record) / "logs"
         return HeliostatError(
             f"the cluster `{view.record.name}` did not start",
-            because=node.reason or "its head ended",
-            saw=f"log: {place / node.name if (view.folder.logs / node.name).is_dir() else place}",
+            cause=node.reason or "its head ended",
+            details=f"log: {place / node.name if (view.folder.logs / node.name).is_dir() else place}",
             hint=hint,
         )
 
@@ -495,13 +495,13 @@ class Lifecycle(Ending):
         if record.kind == "run":
             return HeliostatError(
                 f"only {view.alive()} of the {need} nodes came, so the command was not started",
-                because=because,
-                saw=f"log: {log}",
+                cause=because,
+                details=f"log: {log}",
             )
-        return PartlyDone(
+        return PartialFailure(
             f"`{record.name}` has {view.alive()} of the {len(record.nodes)} nodes asked for",
-            because=because,
-            saw=f"log: {log}",
+            cause=because,
+            details=f"log: {log}",
             hint="the same command again starts the missing ones",
         )
 
@@ -519,7 +519,7 @@ class Lifecycle(Ending):
 def _taken_down(record: Record) -> HeliostatError:
     return HeliostatError(
         f"`{record.name}` was taken down while it was starting",
-        because=record.reason,
+        cause=record.reason,
         hint="heliostat ls --all",
     )
 

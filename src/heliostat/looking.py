@@ -479,7 +479,7 @@ class Looking:
             because = view.record.reason or "; ".join(reasons)
             raise HeliostatError(
                 f"`{view.record.name}` is {view.state}, so it cannot be used",
-                because=because,
+                cause=because,
                 hint=f"heliostat status {view.record.name}",
             )
 
@@ -494,7 +494,7 @@ class Looking:
         if token is None and connection["env"]["RAY_AUTH_MODE"] == "token":
             raise HeliostatError(
                 f"the token of `{view.record.name}` is gone",
-                because=f"there is no {view.folder.token}",
+                cause=f"there is no {view.folder.token}",
                 hint=f"wait a few seconds: the head writes it again; else heliostat restart {view.record.name}",
             )
         reach, hub = self._reach(view), connection.get("hub")

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from heliostat.errors import HeliostatError
+from heliostat.errors import Code, HeliostatError
 from heliostat.script import SAFE, quote
 from heliostat.ssh import Ssh, Talk
 from heliostat.states import NodeState
@@ -72,8 +72,12 @@ class Mirror:
         )
         done = self.host.run(["sh", "-c", script, "sh", self.place.as_posix()], input=packed, timeout=600)
         if done.code:
-            because = done.err.strip()[-300:]
-            raise HeliostatError(f"could not write `{self.place}` on `{self.host.target}`", because=because)
+            cause = done.err.strip()[-300:]
+            raise HeliostatError(
+                f"could not write `{self.place}` on `{self.host.target}`",
+                cause=cause,
+                code=Code.DISK_FULL if "No space left" in cause else Code.SSH_WRITE,
+            )
 
     def ask(self, request: dict[str, object]) -> None:
         name = f"{time.time_ns()}-{secrets.token_hex(4)}.json"
@@ -95,7 +99,7 @@ class Mirror:
         try:
             self._pull(node)
         except HeliostatError as error:
-            self.head = (NodeState.UNKNOWN, f"{error.what}: {error.because}") if self.process else None
+            self.head = (NodeState.UNKNOWN, f"{error.message}: {error.cause}") if self.process else None
             raise
         finally:
             self._next = time.monotonic() + PULL_S
@@ -185,7 +189,11 @@ class Mirror:
         with self.host.talk(words) as there:
             first = there.hear()
             if first is None:
-                raise HeliostatError(f"could not reach `{self.host.target}`", because="the connection ended")
+                raise HeliostatError(
+                    f"could not reach `{self.host.target}`",
+                    cause="the connection ended",
+                    code=Code.SSH_UNREACHABLE,
+                )
             if first.startswith("unsafe "):
                 raise self._unsafe(first.partition(" ")[2])
             if first == "gone":
@@ -197,7 +205,8 @@ class Mirror:
     def _unsafe(self, why: str) -> HeliostatError:
         return HeliostatError(
             f"`{self.place.as_posix()}` on `{self.host.target}` is not safe to use",
-            because=why.strip()[-300:],
+            cause=why.strip()[-300:],
+            code=Code.STORE_UNSAFE_DIRECTORY,
         )
 
 

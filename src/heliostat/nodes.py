@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from heliostat import backends
 from heliostat.backends.base import Handle
-from heliostat.errors import AccessDenied, HeliostatError, NotFoundError
+from heliostat.errors import AccessDenied, Code, HeliostatError, NotFoundError
 from heliostat.states import NodeState
 from heliostat.transport import Completed, at_once
 
@@ -23,11 +23,19 @@ def run(life: Lifecycle, name: str, argv: Sequence[str], node: str | None = None
     life.must_be_up(view)
     record = view.record
     if node is not None and node not in record.nodes:
-        raise NotFoundError(f"`{name}` has no node `{node}`", because=f"it has {', '.join(record.nodes)}")
+        raise NotFoundError(
+            f"`{name}` has no node `{node}`",
+            cause=f"it has {', '.join(record.nodes)}",
+            code=Code.NOT_FOUND_NODE,
+        )
     handles = {h["native_id"]: Handle.from_json(h) for h in record.handles}
     there = [n for n in record.nodes.values() if n.state is NodeState.READY and node in (None, n.name)]
     if not there:
-        raise HeliostatError(f"no node of `{name}` is ready", hint=f"heliostat status {name}")
+        raise HeliostatError(
+            f"no node of `{name}` is ready",
+            hint=f"heliostat status {name}",
+            code=Code.CLUSTER_NOT_READY,
+        )
     backend, host = backends.load(record.site), life.host_of(record)
 
     def one(names: str, handle: Handle) -> Completed:
@@ -36,7 +44,7 @@ def run(life: Lifecycle, name: str, argv: Sequence[str], node: str | None = None
         except AccessDenied:
             raise
         except HeliostatError as error:
-            return Completed(tuple(argv), 255, "", f"{error.what}: {error.because}\n")
+            return Completed(tuple(argv), 255, "", f"{error.message}: {error.cause}\n")
 
     def way(n: NodeRecord) -> Handle:
         handle = handles[str(n.handle)]

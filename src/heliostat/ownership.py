@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from heliostat.errors import HeliostatError
+from heliostat.errors import Code, HeliostatError
 
 if TYPE_CHECKING:
     from heliostat.agent.ownership import Unsafe
@@ -17,6 +17,8 @@ HOME, TEMP = "HELIOSTAT_HOME", "TMPDIR"
 
 class UnsafePathError(HeliostatError):
     """Another user can change what the path leads to."""
+
+    code = Code.STORE_UNSAFE_DIRECTORY
 
 
 def find_unsafe(
@@ -42,7 +44,7 @@ def require_safe(
     if found:
         raise UnsafePathError(
             f"`{os.fspath(path)}` is not safe to use",
-            because=f"`{found.path}` {found.why}",
+            cause=f"`{found.path}` {found.why}",
             hint=remedy(found, variable),
         )
 

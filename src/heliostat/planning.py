@@ -73,8 +73,8 @@ def _check_demand(spec: ClusterSpec) -> None:
     able = [f"`{site}`" for site in backends.names() if backends.load(site).grows]
     raise UsageError(
         f"`autoscale` has no meaning on `{spec.on}`",
-        because=f"nodes come and go with demand on {', '.join(able[:-1])} and {able[-1]} only",
-        saw=f"{', '.join(told)} of the file or the flags",
+        cause=f"nodes come and go with demand on {', '.join(able[:-1])} and {able[-1]} only",
+        details=f"{', '.join(told)} of the file or the flags",
         hint=f"leave it out; heliostat scale {spec.cluster_name} N changes a running cluster",
     )
 
@@ -86,8 +86,8 @@ def _check_tls(spec: ClusterSpec) -> None:
     able = [f"`{name}`" for name in backends.names() if backends.load(name).starts_ray]
     raise UsageError(
         f"`security.tls` cannot be used on `{spec.on}`",
-        because=f"the platform starts Ray there; on {', '.join(able[:-1])} and {able[-1]} Heliostat does",
-        saw="`security.tls` of the file",
+        cause=f"the platform starts Ray there; on {', '.join(able[:-1])} and {able[-1]} Heliostat does",
+        details="`security.tls` of the file",
         hint="tls: false in `security` of the file",
     )
 
@@ -129,7 +129,7 @@ def agent_config(
     if environment.stage and home:
         raise UsageError(
             "`environment.stage` cannot be used with `via`",
-            because="the environment is packed on the machine where it is",
+            cause="the environment is packed on the machine where it is",
             hint="run heliostat on the login node, or leave out `environment.stage`",
         )
     if environment.stage:
@@ -178,7 +178,7 @@ def image(environment: Environment, home: Path | None = None, check: bool = Fals
     if check and not path.exists():
         raise UsageError(
             f"there is no image `{path}`",
-            because="`environment.container` names a file that is not there",
+            cause="`environment.container` names a file that is not there",
             hint=f"apptainer pull {path} docker://rayproject/ray:{DEFAULT_RAY}",
         )
     return str(path)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
 
-from heliostat.errors import AccessDenied, HeliostatError, NotFoundError
+from heliostat.errors import AccessDenied, Code, HeliostatError, NotFoundError
 from heliostat.joboutput import OwnOutput
 from heliostat.units import parse_bytes
 
@@ -37,11 +37,15 @@ ProxyError = Callable[[str, str, int, bytes], HeliostatError | None]  # as Proxi
 
 
 class NoAnswer(HeliostatError):
-    """The head's dashboard does not answer; the cluster may still live."""
+    """The head's dashboard does not answer; the cluster may still run."""
+
+    code = Code.RAY_UNREACHABLE
 
 
 class NotLetIn(HeliostatError):
-    """Ray refuses our token: it may be that of another head."""
+    """Ray rejects the token: it may be that of another head."""
+
+    code = Code.RAY_UNAUTHORIZED
 
 
 class RayApi:
@@ -100,8 +104,8 @@ class RayApi:
         if status in (401, 403):
             raise NotLetIn(
                 f"the cluster `{self.name}` does not let us in",
-                because=content.decode("utf-8", "replace")[:200],
-                saw=f"{method} {path} answered {status}",
+                cause=content.decode("utf-8", "replace")[:200],
+                details=f"{method} {path} answered {status}",
                 hint=f"heliostat doctor {self.name}",
             )
         return status, content
@@ -109,8 +113,8 @@ class RayApi:
     def _no_answer(self, error: Exception) -> NoAnswer:
         return NoAnswer(
             f"the dashboard of `{self.name}` does not answer",
-            because=getattr(error, "strerror", None) or str(error) or type(error).__name__,
-            saw=f"http://{self.host}:{self.port}",
+            cause=getattr(error, "strerror", None) or str(error) or type(error).__name__,
+            details=f"http://{self.host}:{self.port}",
             hint=f"heliostat status {self.name}",
         )
 
@@ -132,8 +136,9 @@ class RayApi:
         words = [line.strip() for line in lines if any(map(str.isalnum, line))]
         return HeliostatError(
             f"Ray on `{self.name}` said no",
-            because=words[-1][:400] if words else "",
-            saw=f"{what} answered {status}",
+            cause=words[-1][:400] if words else "",
+            details=f"{what} answered {status}",
+            code=Code.RAY_REJECTED,
         )
 
     # -- nodes
@@ -245,8 +250,9 @@ class RayApi:
         if status == 404:
             raise NotFoundError(
                 f"there is no job `{job_id}` on `{self.name}`",
-                because=content.decode("utf-8", "replace").strip()[:200],
+                cause=content.decode("utf-8", "replace").strip()[:200],
                 hint=f"heliostat jobs {self.name}",
+                code=Code.NOT_FOUND_JOB,
             )
         if status != 200:
             raise self._refused(f"GET job {job_id}", status, content)
@@ -303,7 +309,9 @@ class RayApi:
         job = self.job(job_id)
         if job["kind"] == "driver":
             raise HeliostatError(
-                f"Ray keeps no output of `{job_id}`", because="it is a driver that was not started as a job"
+                f"Ray keeps no output of `{job_id}`",
+                cause="it is a driver that was not started as a job",
+                code=Code.RAY_NO_OUTPUT,
             )
         own = OwnOutput(job_id, job["ran"])
         seen, asked, pause = 0, time.monotonic(), 0.05

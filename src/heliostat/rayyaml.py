@@ -33,7 +33,7 @@ def accept(values: Mapping[str, Any], file: str) -> dict[str, Any]:
     if not NAME.fullmatch(name):
         raise UsageError(
             f"`{name[:60]}` cannot be a cluster's name here",
-            because=f"`cluster_name` of {file}: letters, digits and `-` only, 40 at most",
+            cause=f"`cluster_name` of {file}: letters, digits and `-` only, 40 at most",
             hint=f"cluster_name: {re.sub(r'[^A-Za-z0-9]+', '-', name).strip('-')[:40] or 'lab'}",
         )
     if kind == "local":
@@ -41,7 +41,7 @@ def accept(values: Mapping[str, Any], file: str) -> dict[str, Any]:
     if kind not in CLOUDS:
         raise UsageError(
             f"`{file}` is for the provider `{kind}`",
-            because=f"known here: {', '.join((*CLOUDS, 'local'))}",
+            cause=f"known here: {', '.join((*CLOUDS, 'local'))}",
             hint="heliostat schema shows a file of ours",
         )
     return {"on": kind, "name": name, "groups": _groups(values, file), kind: {"launcher_yaml": dict(values)}}
@@ -58,7 +58,7 @@ def _groups(values: Mapping[str, Any], file: str) -> dict[str, Any]:
     if not isinstance(kinds, Mapping) or head not in kinds:
         raise UsageError(
             f"`{file}` does not say what its head is",
-            because=f"`head_node_type` is `{head}`, which is none of `available_node_types`",
+            cause=f"`head_node_type` is `{head}`, which is none of `available_node_types`",
             hint="head_node_type: NAME, one of the types in the file",
         )
     total, found = int(values.get("max_workers", 2)), {}
@@ -75,7 +75,7 @@ def _hosts(values: Mapping[str, Any], name: str) -> dict[str, Any]:
     if "head_ip" not in provider:
         raise UsageError(
             "a file with `coordinator_address` cannot be used",
-            because="its machines are only known to that server",
+            cause="its machines are only known to that server",
             hint="provider: {type: local, head_ip: …, worker_ips: […]}",
         )
     for key, hint in UNTRANSLATED.items():

@@ -73,7 +73,7 @@ def dial(
         connection.sendall(json.dumps(hello).encode() + b"\n")
         proof = str(_line(connection).get("proof")).encode("utf-8", "backslashreplace")
         if not hmac.compare_digest(proof, _proof(secret, "head", mine).encode()):
-            raise HeliostatError("another cluster answers at the head's address", saw=f"{ip}:{port}")
+            raise HeliostatError("another cluster answers at the head's address", details=f"{ip}:{port}")
     except (OSError, ValueError, KeyError, RecursionError) as error:
         plain.close()
         raise ConnectionError(f"no agent of this cluster answers at {ip}:{port}: {error}") from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from heliostat.errors import HeliostatError
+from heliostat.errors import JSON_SCHEMA, HeliostatError
 from heliostat.lifecycle import Lifecycle
 from heliostat.rayapi import FINAL
 from heliostat.store import NodeRecord
@@ -37,7 +37,7 @@ def status(life: Lifecycle, name: str) -> dict[str, Any]:
         idle_s = 0.0  # the head looks for work every few seconds only
     keys = ("id", "status", "entrypoint", "started", "seconds", "exit_code")
     return {
-        "schema": 1,
+        "schema": JSON_SCHEMA,
         "name": record.name,
         "site": record.site,
         "state": str(view.state),
@@ -48,7 +48,7 @@ def status(life: Lifecycle, name: str) -> dict[str, Any]:
         "time_left_s": pulse.get("time_left_s"),
         "idle_s": idle_s,
         "problem": str(error or ""),
-        **({"remedy": f"{error.hint}\n{error.more}"} if error and error.more else {}),
+        **({"remedy": f"{error.hint}\n{error.attachment}"} if error and error.attachment else {}),
         "nodes": [
             _node(node, words, ray_nodes.get(node.name) or ray_nodes.get(str(words.get("ip"))) or {})
             for node in record.nodes.values()

@@ -38,7 +38,7 @@ def limit_bytes(environ: Mapping[str, str] = os.environ) -> int:
     try:
         return parse_bytes(text)
     except ValueError as error:
-        raise UsageError(f"`${VARIABLE}` cannot be used", because=str(error), hint=f"{VARIABLE}=1G") from None
+        raise UsageError(f"`${VARIABLE}` cannot be used", cause=str(error), hint=f"{VARIABLE}=1G") from None
 
 
 def ended_clusters(store: Store) -> list[Ended]:

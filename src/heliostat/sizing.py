@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from math import floor
 from typing import Any
 
-from heliostat.errors import HeliostatError, UsageError
+from heliostat.errors import Code, HeliostatError, UsageError
 from heliostat.units import count, format_bytes
 
 Shape = Mapping[str, float]
@@ -264,7 +264,7 @@ def _check_amounts(cpus: int | None, gpus: float) -> None:
     if gpus > 1 and gpus != int(gpus):
         raise UsageError(
             f"a worker cannot have {gpus:g} GPUs",
-            because="above one, Ray gives whole GPUs only",
+            cause="above one, Ray gives whole GPUs only",
             hint=f"--gpus-per-worker {floor(gpus)}",
         )
 
@@ -304,10 +304,11 @@ def _bundle(cpus: float, gpus: float) -> dict[str, float]:
     return {name: float(value) for name, value in (("CPU", cpus), ("GPU", gpus)) if value}
 
 
-def _nothing(because: str, nodes: Sequence[Node]) -> HeliostatError:
+def _nothing(cause: str, nodes: Sequence[Node]) -> HeliostatError:
     return HeliostatError(
         "nothing fits on this cluster",
-        because=because,
-        saw="; ".join(map(str, nodes[:8])) + (" …" if len(nodes) > 8 else "") or "no node",
+        cause=cause,
+        details="; ".join(map(str, nodes[:8])) + (" …" if len(nodes) > 8 else "") or "no node",
         hint="ask for less, or add a larger node",
+        code=Code.RAY_NO_CAPACITY,
     )

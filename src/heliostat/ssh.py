@@ -25,7 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
-from heliostat.errors import HeliostatError
+from heliostat.errors import Code, HeliostatError
 from heliostat.ownership import find_unsafe
 from heliostat.script import quote
 from heliostat.transport import Completed, Local
@@ -43,13 +43,28 @@ NOT_BUSY = re.compile(
 )
 LONGEST = 104 - 60  # a socket's path, less the name that ssh gives it
 UNIX = sys.platform != "win32"
+# what ssh prints: our code and a hint
 HINTS = {
-    "identification has changed": "if your site says why: ssh-keygen -R {target}, then ssh {target} once by hand",
-    "host key verification failed": "ssh {target} once by hand, and compare the key it shows with your site's",
-    "permission denied": "ssh {target} must work without a password: ssh-add your key, or ssh-copy-id {target}",
-    "could not resolve": "is `{target}` right? ssh -G {target} shows what your ~/.ssh/config makes of it",
-    "connection refused": "does an ssh server run there, on that port?",
-    "timed out": "can this machine reach it? ssh {target}",
+    "identification has changed": (
+        Code.SSH_HOST_KEY,
+        "if your site says why: ssh-keygen -R {target}, then ssh {target} once by hand",
+    ),
+    "host key verification failed": (
+        Code.SSH_HOST_KEY,
+        "ssh {target} once by hand, and compare the key it shows with your site's",
+    ),
+    "permission denied": (
+        Code.SSH_AUTHENTICATION,
+        "ssh {target} must work without a password: ssh-add your key, or ssh-copy-id {target}",
+    ),
+    "could not resolve": (
+        Code.SSH_UNKNOWN_HOST,
+        "is `{target}` right? ssh -G {target} shows what your ~/.ssh/config makes of it",
+    ),
+    "connection refused": (Code.SSH_UNREACHABLE, "does an ssh server run there, on that port?"),
+    "timed out": (Code.SSH_UNREACHABLE, "can this machine reach it? ssh {target}"),
+    "no route to host": (Code.SSH_UNREACHABLE, "can this machine reach it? ssh {target}"),
+    "bad configuration option": (Code.SSH_CONFIGURATION, "ssh -G {target} reads the same configuration"),
 }
 
 
@@ -146,18 +161,22 @@ class Ssh:
     def _lost(self, done: Completed) -> HeliostatError:
         words = [line.strip() for line in done.err.splitlines() if line.strip()]
         text = "\n".join(words).lower()
-        hint = next((hint for word, hint in HINTS.items() if word in text), "ssh {target}")
+        known = (found for word, found in HINTS.items() if word in text)
+        code, hint = next(known, (Code.SSH_FAILED, "ssh {target}"))
         return HeliostatError(
             f"could not reach `{self.target}` over ssh",
-            because=words[-1] if words else f"ssh ended with code {done.code}",
+            cause=words[-1] if words else f"ssh ended with code {done.code}",
             hint=hint.format(target=self.target),
+            code=code,
         )
 
     @functools.cached_property
     def home(self) -> Path:
         done = self.run(["sh", "-c", 'printf %s "$HOME"'], timeout=30)
         if done.code or not done.out.startswith("/"):
-            raise HeliostatError(f"`{self.target}` has no home folder for us", saw=done.saw())
+            raise HeliostatError(
+                f"`{self.target}` has no home folder for us", details=done.saw(), code=Code.SSH_FAILED
+            )
         return Path(done.out)
 
     def read(self, path: Path, offset: int = 0, limit: int = 1 << 20) -> bytes:
@@ -176,7 +195,9 @@ class Ssh:
         done = self.run(["sh", "-c", script, "sh", path.as_posix(), f"{mode:o}"], input=data, timeout=600)
         if done.code:
             raise HeliostatError(
-                f"could not write `{path}` on `{self.target}`", because=done.err.strip()[-300:]
+                f"could not write `{path}` on `{self.target}`",
+                cause=done.err.strip()[-300:],
+                code=Code.DISK_FULL if "No space left" in done.err else Code.SSH_WRITE,
             )
 
     def forward(self, host: str, port: int) -> tuple[str, int]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from heliostat.errors import HeliostatError
+from heliostat.errors import Code, HeliostatError, disk_code
 from heliostat.events import Emit, Event
 from heliostat.ownership import require_safe
 from heliostat.store import ClusterFolder, Store
@@ -67,9 +67,10 @@ def pack(archive: Archive, store: Store, emit: Emit) -> None:
     except (OSError, tarfile.TarError) as error:
         raise HeliostatError(
             f"could not pack the environment `{archive.venv}`",
-            because=str(error),
-            saw=str(cache),
+            cause=str(error),
+            details=str(cache),
             hint="free some space there, or leave out `environment.stage`",
+            code=Code.DISK_FULL if disk_code(error) is Code.DISK_FULL else Code.ENVIRONMENT_PACK,
         ) from error
 
 

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from heliostat.errors import DeadlineError, DiskError, HeliostatError, NotFoundError
+from heliostat.errors import Code, DeadlineError, DiskError, HeliostatError, NotFoundError, disk_code
 from heliostat.ownership import require_safe
 from heliostat.states import TERMINAL, ClusterState, NodeState, summary
 from heliostat.transport import process_start
@@ -113,7 +113,9 @@ def _disk_error(path: Path, error: OSError) -> DiskError:
         errno.EACCES: "set HELIOSTAT_HOME to a folder that you may write to",
         errno.EROFS: "set HELIOSTAT_HOME to a folder that you may write to",
     }.get(error.errno or 0, "set HELIOSTAT_HOME to another folder")
-    return DiskError(f"could not write `{path}`", because=error.strerror or str(error), hint=hint)
+    return DiskError(
+        f"could not write `{path}`", cause=error.strerror or str(error), hint=hint, code=disk_code(error)
+    )
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
@@ -155,13 +157,18 @@ class ClusterFolder:
                 raise self._moved() from None
             raise HeliostatError(
                 f"the record of `{self.name}` cannot be read",
-                saw=str(self.path / "record.json"),
+                details=str(self.path / "record.json"),
                 hint="heliostat doctor",
+                code=Code.STORE_DAMAGED_RECORD,
             ) from None
 
     def _moved(self) -> NotFoundError:
         """Another command has put it into the history."""
-        return NotFoundError(f"there is no cluster `{self.name}` any more", hint="heliostat ls --all")
+        return NotFoundError(
+            f"there is no cluster `{self.name}` any more",
+            hint="heliostat ls --all",
+            code=Code.NOT_FOUND_CLUSTER,
+        )
 
     def save(self, record: Record) -> None:
         write_atomic(self.path / "record.json", json.dumps(record.to_json(), indent=1) + "\n")
@@ -256,8 +263,9 @@ class ClusterFolder:
                 who = next(map(read_json, _owners(folder)), None) or {}
                 raise DeadlineError(
                     f"another command is changing `{self.name}`",
-                    because=f"process {who.get('pid')} on {who.get('host')} holds its lock",
+                    cause=f"process {who.get('pid')} on {who.get('host')} holds its lock",
                     hint=f"heliostat status {self.name}",
+                    code=Code.STORE_LOCKED,
                 )
             time.sleep(0.05)
         try:
@@ -420,12 +428,16 @@ class Store:
             past = self.last_past(name)
             if past:
                 raise NotFoundError(
-                    f"`{name}` has ended", because=past.record().reason, hint=f"heliostat logs {name}"
+                    f"`{name}` has ended",
+                    cause=past.record().reason,
+                    hint=f"heliostat logs {name}",
+                    code=Code.NOT_FOUND_CLUSTER,
                 )
             raise NotFoundError(
                 f"there is no cluster `{name}`",
-                because=f"clusters here: {', '.join(self.names()) or 'none'}",
+                cause=f"clusters here: {', '.join(self.names()) or 'none'}",
                 hint="heliostat ls --all",
+                code=Code.NOT_FOUND_CLUSTER,
             )
         return folder
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from heliostat.backends.base import Handle, Platform
-from heliostat.errors import NotFoundError, Refused
+from heliostat.errors import Code, NotFoundError, Refused
 from heliostat.states import NodeState
 from heliostat.store import ClusterFolder, NodeRecord, Record, write_atomic
 
@@ -88,7 +88,9 @@ class Telling:
         cluster_id: whose state it is; another cluster may have the directory by now."""
         with self.folder.lock(seconds):
             if cluster_id is not None and self.folder.record().id != cluster_id:
-                raise NotFoundError(f"another cluster has the name `{self.folder.name}` now")
+                raise NotFoundError(
+                    f"another cluster has the name `{self.folder.name}` now", code=Code.NOT_FOUND_CLUSTER
+                )
             self._write("state.json", {**self.folder.state(), **words})
 
     def _write(self, name: str, document: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from heliostat.errors import HeliostatError
+from heliostat.errors import Code, HeliostatError
 
 if TYPE_CHECKING:
     import ssl  # loads the system's OpenSSL
@@ -29,8 +29,9 @@ def make(cluster_id: str) -> dict[str, bytes]:
     except ImportError as error:
         raise HeliostatError(
             "could not make the certificates of `security.tls`",
-            because=str(error),
+            cause=str(error),
             hint="pip install cryptography",
+            code=Code.TLS_CERTIFICATES,
         ) from None
     return dict(zip(FILES, authority.make(cluster_id), strict=True))
 
@@ -69,8 +70,9 @@ def context(read: Callable[[str], bytes]) -> ssl.SSLContext:
     except (OSError, ValueError) as error:  # an SSLError is an OSError
         raise HeliostatError(
             "could not use the cluster's certificates",
-            because=str(error),
+            cause=str(error),
             hint="heliostat doctor, with the cluster's name",
+            code=Code.TLS_CERTIFICATES,
         ) from None
     return made
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Protocol, TypeVar, runtime_checkable
 
-from heliostat.errors import HeliostatError
+from heliostat.errors import Code, HeliostatError
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -94,14 +94,19 @@ class Local:
                 finally:
                     _running.discard(process)
         except FileNotFoundError:
-            raise HeliostatError(f"could not run `{argv[0]}`", because="it is not on this machine") from None
+            raise HeliostatError(
+                f"could not run `{argv[0]}`", cause="it is not on this machine", code=Code.PROGRAM_NOT_FOUND
+            ) from None
         except OSError as error:
-            raise HeliostatError(f"could not run `{argv[0]}`", because=error.strerror or str(error)) from None
+            raise HeliostatError(
+                f"could not run `{argv[0]}`", cause=error.strerror or str(error), code=Code.PROGRAM_FAILED
+            ) from None
         except subprocess.TimeoutExpired:
             raise HeliostatError(
                 f"`{argv[0]}` gave no answer",
-                because=f"nothing after {timeout:g} s",
-                saw=" ".join(argv)[:200],
+                cause=f"nothing after {timeout:g} s",
+                details=" ".join(argv)[:200],
+                code=Code.TIMEOUT,
                 exit_code=4,
             ) from None
         return Completed(tuple(argv), process.returncode, _text(out), _text(err))
@@ -122,7 +127,10 @@ class Local:
                 )
         except OSError as error:
             raise HeliostatError(
-                f"could not start `{argv[0]}`", because=error.strerror or str(error), saw=str(log)
+                f"could not start `{argv[0]}`",
+                cause=error.strerror or str(error),
+                details=str(log),
+                code=Code.PROGRAM_FAILED,
             ) from None
         stdin = process.stdin
         assert stdin is not None

@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 from urllib.parse import parse_qs
 
-from heliostat.errors import HeliostatError
+from heliostat.errors import Code, HeliostatError
 
 _HEAD_LIMIT = 64 * 1024
 _HEAD_DEADLINE_S = 30.0
@@ -132,7 +132,8 @@ class DashboardProxy:
         except OSError as error:
             what = f"the dashboard cannot be offered on port {self.port} of this computer"
             hint = "choose another port, or 0 for a free one" if self.port else ""
-            raise HeliostatError(what, because=error.strerror or str(error), hint=hint) from error
+            code = Code.PROXY_PORT_IN_USE if error.errno == errno.EADDRINUSE else None
+            raise HeliostatError(what, cause=error.strerror or str(error), hint=hint, code=code) from error
         self.port = listeners[0].getsockname()[1]
         self._thread = threading.Thread(target=asyncio.run, args=(self._serve(listeners),), daemon=True)
         self._thread.start()

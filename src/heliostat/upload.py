@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from heliostat.errors import UsageError
+from heliostat.errors import Code, UsageError
 from heliostat.units import format_bytes
 
 COPIES = 10  # of an upload in memory at its peak: 3 in the dashboard, 4 in its job process, 3 in the GCS (Ray 2.60, measured)
@@ -22,6 +22,7 @@ def refuse(folder: Path, size: int, free: int) -> UsageError:
     return UsageError(
         f"the working directory `{folder}` is too big for this head: {format_bytes(size)} packed, over "
         f"{format_bytes(limit(free))}",
-        because=f"Ray holds an upload {COPIES} times in memory, and its head has {format_bytes(max(0, free))} free",
+        cause=f"Ray holds an upload {COPIES} times in memory, and its head has {format_bytes(max(0, free))} free",
         hint="give the head more memory (`head: {memory: 8G}`), leave files out by `.gitignore`, or put data on a volume",
+        code=Code.WORKING_DIR_TOO_LARGE,
     )

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, BinaryIO
 
-from heliostat.errors import HeliostatError, UsageError
+from heliostat.errors import Code, HeliostatError, UsageError, disk_code
 from heliostat.ownership import temp_directory
 from heliostat.units import format_bytes
 
@@ -122,9 +122,10 @@ def pack(
         _remove(name)
         raise HeliostatError(
             f"the package of `{folder}` cannot be written",
-            because=error.strerror or str(error),
-            saw=name,
+            cause=error.strerror or str(error),
+            details=name,
             hint="set `TMPDIR` to a folder with room",
+            code=disk_code(error),
         ) from error
     except BaseException:
         _remove(name)
@@ -161,13 +162,16 @@ def _survey(folder: Path, root: str, excludes: Sequence[str], limit: int, skippe
         about = os.stat(root)
     except OSError as error:
         raise UsageError(
-            f"the working directory `{folder}` cannot be packed", because=error.strerror or str(error)
+            f"the working directory `{folder}` cannot be packed",
+            cause=error.strerror or str(error),
+            code=Code.WORKING_DIR_UNREADABLE,
         ) from error
     if not stat.S_ISDIR(about.st_mode):
         raise UsageError(
             f"the working directory `{folder}` cannot be packed",
-            because="it is not a folder",
+            cause="it is not a folder",
             hint=f"name the folder that holds it: `{Path(folder).parent}`",
+            code=Code.WORKING_DIR_UNREADABLE,
         )
     defaults = os.environ.get("RAY_OVERRIDE_RUNTIME_ENV_DEFAULT_EXCLUDES", _RAY_DEFAULT_EXCLUDES)
     patterns = [*(word.strip() for word in defaults.split(",")), *excludes]
@@ -296,7 +300,7 @@ def _rules(base: str, lines: Sequence[str], source: str) -> _Rules:
     except ValueError as error:  # pathspec's own error is one
         raise UsageError(
             f"the patterns of `{_shown(source)}` cannot be understood",
-            because=str(error),
+            cause=str(error),
             hint="write them as for git: `man gitignore`",
         ) from error
 
@@ -368,6 +372,7 @@ class _Writer:
             raise HeliostatError(
                 f"`{_shown(entry.path)}` changed while it was packed",
                 hint="try again, or leave it out with `.gitignore`, `.rayignore` or `excludes`",
+                code=Code.WORKING_DIR_CHANGED,
             )
         self.files += 1
         self._note(entry.path, mode, content.digest())
@@ -404,8 +409,9 @@ def _shown(path: str) -> str:
 def _unreadable(path: str, error: OSError) -> HeliostatError:
     return HeliostatError(
         f"`{_shown(path)}` cannot be read, so the working directory cannot be packed",
-        because=error.strerror or str(error),
+        cause=error.strerror or str(error),
         hint="make it readable, or leave it out with `.gitignore`, `.rayignore` or `excludes`",
+        code=Code.WORKING_DIR_UNREADABLE,
     )
 
 
@@ -413,8 +419,9 @@ def _over(folder: Path, entries: list[_Entry], total: int, limit: int) -> Helios
     biggest = _biggest(entries)
     return UsageError(
         f"the working directory `{folder}` is too big to send: {format_bytes(total)}, over {format_bytes(limit)}",
-        because=", ".join(f"`{_shown(path)}` {format_bytes(size)}" for path, size in biggest),
+        cause=", ".join(f"`{_shown(path)}` {format_bytes(size)}" for path, size in biggest),
         hint=f"add what the job does not need, say `/{_shown(biggest[0][0])}`, to `.gitignore` or `excludes`",
+        code=Code.WORKING_DIR_TOO_LARGE,
     )
 
 

@@ -18,7 +18,7 @@ from contract.worlds import STAGES, World, until
 from heliostat import backends, growth, lifecycle, planning, tls
 from heliostat.backends.base import Handle
 from heliostat.cli import app
-from heliostat.errors import HeliostatError, Interrupted, NotFoundError, PartlyDone, UsageError
+from heliostat.errors import HeliostatError, Interrupted, NotFoundError, PartialFailure, UsageError
 from heliostat.events import Event
 from heliostat.looking import View
 from heliostat.spec import members
@@ -305,7 +305,7 @@ def test_a_name_in_use_is_an_error_that_names_its_cluster(world: World) -> None:
     ):
         with pytest.raises(HeliostatError, match="the name `lab` is in use") as caught:
             act()
-        assert world.site in caught.value.because and "ready" in caught.value.because
+        assert world.site in caught.value.cause and "ready" in caught.value.cause
     assert sorted(world.starts()) == ["head", "w1"]
 
 
@@ -400,12 +400,12 @@ def test_before_it_has_an_id(world: World, number: int) -> None:
     world.refuse_launch(1 if world.together else number)
     with pytest.raises(HeliostatError) as caught:
         world.life().up(world.spec(nodes=3))
-    assert world.refusal in caught.value.because
+    assert world.refusal in caught.value.cause
     if world.parties and number == 2:  # a machine that is down does not stop the rest
-        assert isinstance(caught.value, PartlyDone) and len(world.running()) == 2
+        assert isinstance(caught.value, PartialFailure) and len(world.running()) == 2
         assert world.life().find("lab").state is ClusterState.PARTIAL
     else:
-        assert not isinstance(caught.value, PartlyDone)
+        assert not isinstance(caught.value, PartialFailure)
         assert world.running() == [] and world.store.names() == []
     assert ready(world.life().up(world.spec(nodes=3)), "head", "w1", "w2"), "the same command starts it"
 
@@ -417,8 +417,8 @@ def test_the_head_before_it_is_ready(world: World, how: str, words: str) -> None
     world.behave(head=how)
     with pytest.raises(HeliostatError, match="the cluster `lab` did not start") as caught:
         world.life().up(world.spec(nodes=3))
-    assert caught.value.exit_code == 1 and caught.value.because and words in caught.value.because
-    place = caught.value.saw.removeprefix("log: ")
+    assert caught.value.exit_code == 1 and caught.value.cause and words in caught.value.cause
+    place = caught.value.details.removeprefix("log: ")
     assert os.path.isdir(place), "the log is where the error says"
     assert world.running() == [] and world.store.names() == []
     (past,) = world.store.past()
@@ -433,12 +433,12 @@ def test_a_worker_before_it_is_ready(world: World, how: str, words: str) -> None
     # nobody sees that one of many in a job never spoke, but the clock; in a job of its own its end is the job's
     alone = world.together and how == "vanish"
     nodes = 2 if alone else 3
-    with pytest.raises(PartlyDone) as caught:
+    with pytest.raises(PartialFailure) as caught:
         world.apart(2) if alone else world.life().up(world.spec(nodes=3))
     assert (
         caught.value.exit_code == 3
-        and words in caught.value.because
-        and f"{nodes - 1} of the {nodes} nodes" in caught.value.what
+        and words in caught.value.cause
+        and f"{nodes - 1} of the {nodes} nodes" in caught.value.message
     )
     view = world.life().find("lab")
     assert view.state is ClusterState.PARTIAL and states(view.record)["w1"] == "FAILED" and view.address
@@ -456,7 +456,9 @@ def test_a_worker_of_a_run_before_it_is_ready(
     world.behave(w1="refuse")
     with pytest.raises(HeliostatError, match="so the command was not started") as caught:
         world.life().up(world.spec(nodes=2), command={"argv": ["true"], "text": "true", "cwd": "/"})
-    assert not isinstance(caught.value, PartlyDone) and world.running() == [] and world.store.names() == []
+    assert (
+        not isinstance(caught.value, PartialFailure) and world.running() == [] and world.store.names() == []
+    )
 
 
 def test_a_worker_that_was_asked_for_with_others(world: World) -> None:
@@ -658,7 +660,7 @@ def test_ctrl_c_of_one_who_only_joined_in_leaves_it_to_the_other(world: World) -
 
     with pytest.raises(Interrupted) as caught:
         world.life(hear).up(world.spec(nodes=2))
-    assert caught.value.because == "it goes on starting" and caught.value.hint == "heliostat down lab"
+    assert caught.value.cause == "it goes on starting" and caught.value.hint == "heliostat down lab"
     world.let_go("w1")
     until(lambda: ready(world.life().find("lab"), "head", "w1"), "it becomes ready")
 

@@ -40,7 +40,7 @@ def test_nothing_is_recorded_where_the_programs_are_missing(
 ) -> None:
     with pytest.raises(HeliostatError) as caught:
         world.life().up(world.spec())
-    assert "not found: `" in caught.value.because and caught.value.hint and caught.value.exit_code == 1
+    assert "not found: `" in caught.value.cause and caught.value.hint and caught.value.exit_code == 1
     assert world.store.names() == [] and world.store.past() == []
 
 

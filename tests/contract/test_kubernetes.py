@@ -22,7 +22,7 @@ from contract.worlds import until
 from heliostat import growth, nodes, planning, report
 from heliostat.backends import _kube_watch, _kube_words
 from heliostat.backends import kubernetes as site
-from heliostat.errors import HeliostatError, Interrupted, NotFoundError, PartlyDone, Refused, UsageError
+from heliostat.errors import HeliostatError, Interrupted, NotFoundError, PartialFailure, Refused, UsageError
 from heliostat.events import Event
 from heliostat.lifecycle import Lifecycle
 from heliostat.spec import ClusterSpec
@@ -282,7 +282,7 @@ def test_nothing_listens(kube: Kube, home: Path, tmp_path: Path) -> None:
     path.write_text(yaml.safe_dump(document))
     with pytest.raises(HeliostatError, match="does not answer") as caught:
         life(home).up(spec(kubernetes={"kubeconfig": str(path)}))
-    assert "refused" in caught.value.because.lower() and Store(home).names() == []
+    assert "refused" in caught.value.cause.lower() and Store(home).names() == []
 
 
 def test_without_kuberay(kube: Kube, home: Path) -> None:
@@ -303,7 +303,7 @@ def test_without_an_operator(kube: Kube, home: Path, monkeypatch: pytest.MonkeyP
 def test_an_unknown_field_is_refused_by_the_server(kube: Kube, home: Path) -> None:
     with pytest.raises(Refused) as caught:
         life(home).up(spec(kubernetes={"cluster": {"numWorkers": 2}}))
-    assert 'unknown field "spec.numWorkers"' in caught.value.because
+    assert 'unknown field "spec.numWorkers"' in caught.value.cause
     assert kube.names("rayclusters") == []
 
 
@@ -311,21 +311,21 @@ def test_what_only_the_operator_refuses_is_told_in_its_words(kube: Kube, home: P
     odd = {"cluster": {"networkPolicy": {}}}  # behind a gate that is shut
     with pytest.raises(HeliostatError, match="did not start") as caught:
         life(home).up(spec(kubernetes=odd))
-    assert "InvalidRayClusterSpec" in caught.value.because and kube.names("rayclusters") == []
+    assert "InvalidRayClusterSpec" in caught.value.cause and kube.names("rayclusters") == []
 
 
 def test_a_head_that_cannot_start(kube: Kube, home: Path) -> None:
     with pytest.raises(HeliostatError, match="did not start") as caught:
         life(home).up(spec(kubernetes={"image": "rayproject/crash:1"}))
-    assert "its container ended with code 1" in caught.value.because and kube.names("rayclusters") == []
+    assert "its container ended with code 1" in caught.value.cause and kube.names("rayclusters") == []
 
 
 def test_a_group_that_cannot_start(kube: Kube, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_kube_words, "PULL_S", 1.0)
     bad = {"bad": {"nodes": 1, "options": {"image": "rayproject/missing:1"}}, "good": {"nodes": 1}}
-    with pytest.raises(PartlyDone, match="has 2 of the 3 nodes") as caught:
+    with pytest.raises(PartialFailure, match="has 2 of the 3 nodes") as caught:
         life(home).up(spec(groups=bad))
-    assert "bad-1: " in caught.value.because
+    assert "bad-1: " in caught.value.cause
     assert states(life(home).find("lab")) == {"head": "READY", "bad-1": "FAILED", "good-1": "READY"}
 
 
@@ -493,7 +493,7 @@ def test_what_cannot_be_deleted_is_an_error_and_stays_on_record(
     monkeypatch.setattr(site, "END_S", 0.5)
     with pytest.raises(HeliostatError, match="could not be deleted whole") as caught:
         life(home).down("lab")
-    assert "ray.io/wait" in caught.value.because and Store(home).names() == ["lab"]
+    assert "ray.io/wait" in caught.value.cause and Store(home).names() == ["lab"]
     kube.control("merge", kind="rayclusters", name="lab", patch={"metadata": {"finalizers": None}})
     monkeypatch.undo()
     os.environ.update(KUBECONFIG=str(kube.kubeconfig), HELIOSTAT_HOME=str(home))

@@ -137,7 +137,7 @@ def test_keep_does_not_suspend_another_cluster(kube: Kube, home: Path, theirs_go
     theirs = recreate(kube)
     with pytest.raises(NotFoundError, match="`ml/lab` is not there any more") as caught:
         life(home).put_away("lab")
-    assert "another RayCluster has its name" in caught.value.because
+    assert "another RayCluster has its name" in caught.value.cause
     untouched(kube, theirs)
 
 

@@ -68,7 +68,7 @@ def meanwhile(do: Callable[[], object]) -> threading.Thread:
 def plain(error: HeliostatError) -> None:
     """What is told is a sentence, never a document of the API server, and the exit code is that of a failure."""
     assert error.exit_code == 1 and not isinstance(error, NotFoundError)
-    assert not [text for text in (error.what, error.because, error.hint) if "{" in text], vars(error)
+    assert not [text for text in (error.message, error.cause, error.hint) if "{" in text], vars(error)
 
 
 # -- deleted by somebody else
@@ -83,7 +83,7 @@ def test_a_job_whose_cluster_is_deleted(kube: Kube, home: Path, tmp_path: Path) 
     with pytest.raises(HeliostatError, match=f"`lab` ended before the job `{job}` did") as caught:
         Jobs(looker).wait("lab", job, lambda chunk: None)
     plain(caught.value)
-    assert "somebody has deleted it" in caught.value.because
+    assert "somebody has deleted it" in caught.value.cause
 
 
 def test_a_job_whose_cluster_is_deleted_and_archived_by_another_command(
@@ -104,7 +104,7 @@ def test_a_job_whose_cluster_is_deleted_and_archived_by_another_command(
         Jobs(looker).wait("lab", job, lambda chunk: None)
     thread.join()
     plain(caught.value)
-    assert "somebody has deleted it" in caught.value.because
+    assert "somebody has deleted it" in caught.value.cause
 
 
 @pytest.mark.parametrize("what", ["the RayJob", "its RayCluster"])
@@ -123,10 +123,8 @@ def test_a_run_that_is_deleted(
         Jobs(life(home)).run(spec(nodes=2), command(*begins(tmp_path)), lambda *_: None)
     thread.join()
     plain(caught.value)
-    assert "`lab`" in caught.value.what and "`run`" in caught.value.what
-    assert caught.value.because and (
-        what != "the RayJob" or "somebody has deleted it" in caught.value.because
-    )
+    assert "`lab`" in caught.value.message and "`run`" in caught.value.message
+    assert caught.value.cause and (what != "the RayJob" or "somebody has deleted it" in caught.value.cause)
     assert kube.names("rayjobs") == [] and Store(home).names() == []
     until(lambda: not lives(begun(tmp_path)), "the command has ended")
 
@@ -183,7 +181,7 @@ def test_the_operators_deadline_ends_a_run(kube: Kube, home: Path, tmp_path: Pat
     with pytest.raises(HeliostatError, match="`lab` ended before the job `run` did") as caught:
         Jobs(life(home)).run(spec(time="5s"), command(*begins(tmp_path)), lambda *_: None)
     plain(caught.value)
-    assert "its time limit has passed" in caught.value.because
+    assert "its time limit has passed" in caught.value.cause
     assert not lives(begun(tmp_path)) and kube.names("rayjobs") == []
     past = Store(home).last_past("lab")
     assert past is not None and "its time limit has passed" in past.record().reason
@@ -206,7 +204,7 @@ def test_the_deadline_passes_in_the_queue(kube: Kube, home: Path, monkeypatch: p
     kube.set(schedule_delay=3600.0)
     with pytest.raises(HeliostatError, match="`lab` did not start") as caught:
         Jobs(life(home)).run(spec(time="2s"), command("true"), lambda *_: None)
-    assert "its time limit has passed" in caught.value.because and kube.names("rayjobs") == []
+    assert "its time limit has passed" in caught.value.cause and kube.names("rayjobs") == []
 
 
 # -- a folder that is too big for the head
@@ -229,7 +227,7 @@ def test_an_upload_that_the_head_cannot_hold(kube: Kube, home: Path, small_folde
         UsageError, match=r"is too big for this head: 60\.0 MiB packed, over 22\.4 MiB"
     ) as caught:
         Jobs(life(home)).submit("lab", ["true"], working_dir=small_folder)
-    assert "Ray holds an upload 10 times in memory" in caught.value.because
+    assert "Ray holds an upload 10 times in memory" in caught.value.cause
     assert "`head: {memory: 8G}`" in caught.value.hint and uploads(kube) == []
     (small_folder / "model.bin").write_bytes(bytes(60 * 2**20))  # as many bytes, and a small package
     job = Jobs(life(home)).submit("lab", ["true"], working_dir=small_folder)

@@ -75,14 +75,14 @@ def test_an_image_that_does_not_come(kube: Kube, home: Path, monkeypatch: pytest
     monkeypatch.setattr(_kube_words, "PULL_S", 1.0)
     with pytest.raises(HeliostatError, match="did not start") as caught:
         life(home).up(spec(kubernetes={"image": "rayproject/missing:1"}))
-    assert "ImagePull" in caught.value.because and "not found" in caught.value.because
+    assert "ImagePull" in caught.value.cause and "not found" in caught.value.cause
     assert kube.names("rayclusters") == []
 
 
 def test_a_name_that_is_no_images(kube: Kube, home: Path) -> None:
     with pytest.raises(HeliostatError, match="did not start") as caught:
         life(home).up(spec(kubernetes={"image": "Ray Project:1"}))
-    assert "InvalidImageName" in caught.value.because and kube.names("rayclusters") == []
+    assert "InvalidImageName" in caught.value.cause and kube.names("rayclusters") == []
 
 
 # -- a command in the pods
@@ -143,7 +143,7 @@ def test_a_kubelet_that_hangs_does_not_keep_the_rest(
             life(home, told).down("lab")
     assert kube.names("rayclusters") == kube.names("rayjobs") == []
     assert caught.value.hint == "heliostat down lab --now"
-    assert all(pod in caught.value.because for pod in pods) and "node-1" in caught.value.because
+    assert all(pod in caught.value.cause for pod in pods) and "node-1" in caught.value.cause
     late = next(line for line in told if line.startswith("not copied within 1 s"))
     assert "the logs of head" in late and "the logs of w1" in late
     assert life(home).down("lab", now=True).state is ClusterState.ENDED  # a command of its own

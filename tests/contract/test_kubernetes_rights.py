@@ -38,8 +38,8 @@ def test_up_without_a_right(
     lacks(kube, group, resource, verb)
     with pytest.raises(Refused) as caught:
         life(home).up(spec())
-    assert caught.value.what == f"your role may not {verb} `{resource}` in the namespace `ml`"
-    role = yaml.safe_load(caught.value.more)
+    assert caught.value.message == f"your role may not {verb} `{resource}` in the namespace `ml`"
+    role = yaml.safe_load(caught.value.attachment)
     rights = {(rule["apiGroups"][0], rule["resources"][0]): rule["verbs"] for rule in role["rules"]}
     assert verb in rights[group, resource] and role["metadata"]["namespace"] == "ml"
     kube.control("reset")

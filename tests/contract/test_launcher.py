@@ -146,7 +146,7 @@ def test_a_failed_up_leaves_nothing(account: Account, tmp_path: Path) -> None:
     life = Lifecycle(Store(tmp_path / "home"), events.append)
     with pytest.raises(HeliostatError) as error:
         life.up(spec(account))
-    assert "did not start" in error.value.what and "Connection refused" in error.value.because
+    assert "did not start" in error.value.message and "Connection refused" in error.value.cause
     assert account.new() == {other}, "somebody else's cluster of the same name is not ours"
     assert not life.store.names() and life.store.last_past("lab")
     (place,) = (tmp_path / "home/history").iterdir()
@@ -299,7 +299,7 @@ def test_before_anything_is_started(
     life = Lifecycle(Store(tmp_path / "home"))
     with pytest.raises(HeliostatError) as error:
         life.up(spec(account))
-    assert what in error.value.because and hint in error.value.hint, error.value.fields()
+    assert what in error.value.cause and hint in error.value.hint, error.value.fields()
     assert not life.store.names()
     checks = {check.name: check for check in backends.load("aws").checks(spec(account), Local())}
     assert checks["account"].verdict == "fail" and hint in checks["account"].hint
@@ -309,7 +309,7 @@ def test_a_zone_that_is_not_there(account: Account, tmp_path: Path) -> None:
     site = Site(spec(account, aws={"zones": ["us-west-2z"]}), tmp_path)
     with pytest.raises(HeliostatError, match="there is no zone `us-west-2z`") as error:
         site.ask("create")
-    assert "us-west-2a" in error.value.because and not account.new()
+    assert "us-west-2a" in error.value.cause and not account.new()
 
 
 def test_doctor_is_content(account: Account) -> None:

@@ -117,7 +117,7 @@ def test_the_time_counts_from_the_start_of_an_allocation(batch: BatchWorld, cloc
 
     with pytest.raises(DeadlineError, match="`lab` has 1 of the 2 nodes asked for") as caught:
         batch.life(emit).up(batch.spec(**GROUP))
-    assert "after 600 s: gpu-1" in caught.value.because and caught.value.exit_code == 4
+    assert "after 600 s: gpu-1" in caught.value.cause and caught.value.exit_code == 4
     assert clock.ahead - started[0] >= 600.0
     assert kept(batch.life()).record.nodes["head"].state is NodeState.READY
 
@@ -133,7 +133,7 @@ def test_a_limit_for_the_wait(batch: BatchWorld, clock: Clock) -> None:
     batch.queue_job(SECOND)
     with pytest.raises(DeadlineError, match="`lab` has 1 of the 2 nodes asked for") as caught:
         batch.life(when("head", "READY", hurry(clock))).up(batch.spec(**GROUP), wait_timeout_s=1800)
-    assert caught.value.because.startswith("the limit of 30m has passed: gpu-1 QUEUED")
+    assert caught.value.cause.startswith("the limit of 30m has passed: gpu-1 QUEUED")
     assert caught.value.exit_code == 4 and "heliostat down lab" in caught.value.hint
     kept(batch.life())
     calm(clock, batch.start_queued)()

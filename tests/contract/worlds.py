@@ -123,7 +123,7 @@ class Counting(Local):
     def spawn(self, argv: Sequence[str], **options: Any) -> Spawned:
         self.world.launched += 1
         if self.world.launched == self.world.no_launch:
-            raise HeliostatError(f"could not start `{argv[0]}`", because=self.world.refusal)
+            raise HeliostatError(f"could not start `{argv[0]}`", cause=self.world.refusal)
         return super().spawn(argv, **options)
 
 

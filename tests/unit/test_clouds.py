@@ -189,7 +189,7 @@ def test_two_clusters_of_one_name_share_no_machine() -> None:
 def test_what_cannot_be_done_is_said_before(site: str, more: dict[str, Any], what: str) -> None:
     with pytest.raises(UsageError) as error:
         planned(site, **more)
-    assert what in error.value.what
+    assert what in error.value.message
 
 
 @pytest.mark.parametrize("site", SITES)
@@ -280,7 +280,7 @@ def test_files_of_rays_that_cannot_be_used(
 ) -> None:
     with pytest.raises(UsageError) as error:
         load(THEIRS.replace(old, new))
-    assert what in error.value.what and hint in error.value.hint
+    assert what in error.value.message and hint in error.value.hint
 
 
 def test_what_is_not_taken_over(load: Callable[..., ClusterSpec]) -> None:
@@ -315,7 +315,7 @@ class ClientError(Exception):
 )  # fmt: skip
 def test_refusals_say_what_to_type(site: str, error: Exception, hint: str) -> None:
     said = words.explain(error, {"provider": {"type": site, "region": "here"}})
-    assert hint in said["hint"] and str(error)[:20] in said["because"]
+    assert hint in said["hint"] and str(error)[:20] in said["cause"]
 
 
 def test_what_is_behind_an_error_is_told() -> None:
@@ -326,7 +326,7 @@ def test_what_is_behind_an_error_is_told() -> None:
             raise RuntimeError("Failed to launch instances.") from inner
     except RuntimeError as error:
         said = words.explain(error, {"provider": {"type": "aws", "region": "here"}})
-    assert "Failed to launch instances: (InvalidAMIID" in said["because"] and "aws.image" in said["hint"]
+    assert "Failed to launch instances: (InvalidAMIID" in said["cause"] and "aws.image" in said["hint"]
 
 
 # -- looking
@@ -401,7 +401,7 @@ def test_a_launcher_that_failed(tmp_path: Path) -> None:
         "<1/1> Setting up head node\n  New status: setting-up\nno licence here\nShared connection to x closed.\n"
         "  New status: update-failed\n  !!!\nTraceback\nlater\n"
     )
-    answer = {"ok": False, "what": "no", "because": "Failed to setup head node.", "hint": ""}
+    answer = {"ok": False, "message": "no", "cause": "Failed to setup head node.", "hint": ""}
     (tmp_path / "launcher-answer.json").write_text(json.dumps(answer))
     told = tell(made, {}, [])
     assert (
@@ -427,10 +427,10 @@ def test_an_answer_that_is_none(tmp_path: Path) -> None:
         site._ask(
             {"do": "look"},
             tmp_path,
-            _Answers({"ok": False, "what": "no quota", "because": "b", "hint": "h"}),
+            _Answers({"ok": False, "code": "cloud.quota", "message": "no quota", "cause": "b", "hint": "h"}),
             1,
         )
-    assert (error.value.because, error.value.hint) == ("b", "h")
+    assert (error.value.code, error.value.cause, error.value.hint) == ("cloud.quota", "b", "h")
 
 
 # -- prices

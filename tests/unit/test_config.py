@@ -49,7 +49,7 @@ def read(file: Path, text: str | bytes, environ: dict[str, str] | None = None, *
 def refused(file: Path, text: str | bytes, environ: dict[str, str] | None = None, **flags: Any) -> UsageError:
     with pytest.raises(UsageError) as caught:
         read(file, text, environ, **flags)
-    assert caught.value.exit_code == 2 and caught.value.what
+    assert caught.value.exit_code == 2 and caught.value.message
     return caught.value
 
 
@@ -70,7 +70,8 @@ def test_the_example_of_the_contract(file: Path) -> None:
 def test_a_variable_that_is_no_key_is_refused(file: Path) -> None:
     error = refused(file, "", {"HELIOSTAT_NODS": "2"})
     assert (
-        error.what == "unknown variable `HELIOSTAT_NODS`" and error.hint == "did you mean `HELIOSTAT_NODES`?"
+        error.message == "unknown variable `HELIOSTAT_NODS`"
+        and error.hint == "did you mean `HELIOSTAT_NODES`?"
     )
     assert read(file, "", {"HELIOSTAT_NODS": "", "HELIOSTAT_JOB": "x", "OTHER_NODS": "2"}).spec.nodes == 1
     config = read(file, "on: slurm\n", {"HELIOSTAT_SLURM__PARTITION": "gpu"})
@@ -127,7 +128,7 @@ def test_variables_of_other_launchers(file: Path, environ: dict[str, str], key: 
 
 def test_a_bad_variable_is_named(file: Path) -> None:
     error = refused(file, "", {"USER_PORT_OFFSET": "abc"})
-    assert "network.port_offset" in error.what and "$USER_PORT_OFFSET" in error.because
+    assert "network.port_offset" in error.message and "$USER_PORT_OFFSET" in error.cause
 
 
 def test_our_own_variables_are_not_keys(file: Path) -> None:
@@ -174,8 +175,8 @@ def test_unknown_keys_are_refused_with_the_nearest(
     file: Path, text: str, key: str, hint: str, line: int
 ) -> None:
     error = refused(file, text)
-    assert error.what == f"unknown key `{key}`"
-    assert error.because == f"from {FILE} line {line}"
+    assert error.message == f"unknown key `{key}`"
+    assert error.cause == f"from {FILE} line {line}"
     assert error.hint.startswith(hint)
 
 
@@ -187,7 +188,7 @@ def test_unknown_keys_of_a_sites_table(file: Path) -> None:
 
 @pytest.mark.parametrize("text", ["local: 3", "slurm: [a]", "ssh: word"])
 def test_a_sites_table_is_a_table(file: Path, text: str) -> None:
-    assert "is not a table" in refused(file, text).what
+    assert "is not a table" in refused(file, text).message
 
 
 @pytest.mark.parametrize(
@@ -195,25 +196,25 @@ def test_a_sites_table_is_a_table(file: Path, text: str) -> None:
 )
 def test_a_key_that_is_given_twice(file: Path, text: str, line: int) -> None:
     error = refused(file, text)
-    assert "is given twice" in error.what and error.because == f"{FILE} line {line}"
+    assert "is given twice" in error.message and error.cause == f"{FILE} line {line}"
 
 
 def test_a_bad_value_says_where_it_stands(file: Path) -> None:
     error = refused(file, "name: a\n\nidle: {timeout: soon}\n")
-    assert error.what == "`idle.timeout` cannot be used"
-    assert "`soon` is not a duration" in error.because and f"{FILE} line 3" in error.because
+    assert error.message == "`idle.timeout` cannot be used"
+    assert "`soon` is not a duration" in error.cause and f"{FILE} line 3" in error.cause
     error = refused(file, "nodes: 2", nodes="many")
-    assert "--nodes" in error.because and "(and" not in error.what
+    assert "--nodes" in error.cause and "(and" not in error.message
 
 
 def test_many_bad_values_are_counted(file: Path) -> None:
-    assert refused(file, "nodes: x\ntime: y\nfoo: 1").what.endswith("(and 2 more)")
+    assert refused(file, "nodes: x\ntime: y\nfoo: 1").message.endswith("(and 2 more)")
 
 
 def test_an_unknown_site_is_told_with_those_there_are(file: Path) -> None:
     error = refused(file, "on: slrum")
-    assert error.what == "there is no site `slrum`" and error.hint == "--on slurm"
-    assert "local, slurm, ssh" in error.because and f"{FILE} line 1" in error.because
+    assert error.message == "there is no site `slrum`" and error.hint == "--on slurm"
+    assert "local, slurm, ssh" in error.cause and f"{FILE} line 1" in error.cause
 
 
 # -- values that YAML reads in ways nobody means
@@ -234,7 +235,7 @@ def test_versions_and_dates_stay_words(file: Path) -> None:
 
 
 def test_yes_is_not_a_number(file: Path) -> None:
-    assert "`True` is not a number" in refused(file, "nodes: yes").because
+    assert "`True` is not a number" in refused(file, "nodes: yes").cause
 
 
 # -- files that are no files
@@ -267,8 +268,8 @@ NOT_FILES: dict[str, tuple[str | bytes, str]] = {
 def test_files_that_are_not_what_they_should_be(file: Path, name: str) -> None:
     text, words = NOT_FILES[name]
     error = refused(file, text)
-    assert words in error.what
-    assert all(len(line) < 1000 and "\n" not in line for line in (error.what, error.because, error.hint))
+    assert words in error.message
+    assert all(len(line) < 1000 and "\n" not in line for line in (error.message, error.cause, error.hint))
 
 
 @pytest.mark.parametrize("text", ["", "\n\n", "# only a comment\n", "---\n", "\ufeffnodes: 1", "{}"])
@@ -280,7 +281,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for path, words in ((tmp_path / "none.yaml", "No such file"), (tmp_path, "Is a directory")):
         with pytest.raises(UsageError, match="could not read") as caught:
             load(SITES, file=path, environ={})
-        assert words in caught.value.because
+        assert words in caught.value.cause
 
 
 def test_a_file_that_may_not_be_read(file: Path) -> None:

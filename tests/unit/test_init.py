@@ -189,7 +189,7 @@ def test_a_kubeconfig_that_says_nothing(tmp_path: Path, text: str) -> None:
     assert list(found.sites) == ["local"]
     with pytest.raises(UsageError, match="nothing of `kubernetes` is found here") as caught:
         choose(found, "kubernetes")
-    assert "KUBECONFIG" in caught.value.because
+    assert "KUBECONFIG" in caught.value.cause
 
 
 def test_a_kubeconfig_that_is_no_file(tmp_path: Path) -> None:

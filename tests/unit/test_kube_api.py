@@ -107,13 +107,13 @@ def test_the_environment_is_asked_each_time(tmp_path: Path, monkeypatch: pytest.
 def test_no_kubeconfig() -> None:
     with pytest.raises(UsageError, match="there is no Kubernetes cluster to talk to") as caught:
         kube.connect()
-    assert caught.value.saw.endswith("/.kube/config") and "KUBECONFIG" in caught.value.hint
+    assert caught.value.details.endswith("/.kube/config") and "KUBECONFIG" in caught.value.hint
 
 
 def test_no_such_context(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="there is no context `nope`") as caught:
         kube.Api(config(tmp_path), "nope")
-    assert "lab, bare" in caught.value.because and caught.value.hint == "kubernetes: {context: lab}"
+    assert "lab, bare" in caught.value.cause and caught.value.hint == "kubernetes: {context: lab}"
 
 
 BROKEN = {
@@ -162,7 +162,7 @@ def test_a_kubeconfig_that_is_broken(tmp_path: Path, text: str) -> None:
     try:
         made = kube.Api(path, None)
     except UsageError as error:
-        assert error.what and error.because and path in (error.saw + error.because)
+        assert error.message and error.cause and path in (error.details + error.cause)
         return
     # the official client lets a user be missing: then nobody is named
     assert made.authorization() == {}
@@ -183,8 +183,8 @@ def test_nothing_of_a_key_stays_on_the_disk(tmp_path: Path, monkeypatch: pytest.
 
 def test_401_nobody_knows_us(api: kube.Api) -> None:
     error = api.said_no("GET", CLUSTERS, 401, status(401, "Unauthorized", "Unauthorized"))
-    assert isinstance(error, Refused) and "does not know you" in error.what
-    assert (error.because, error.saw) == ("Unauthorized", api.server)
+    assert isinstance(error, Refused) and "does not know you" in error.message
+    assert (error.cause, error.details) == ("Unauthorized", api.server)
 
 
 def test_403_of_a_role(api: kube.Api) -> None:
@@ -196,15 +196,17 @@ def test_403_of_a_role(api: kube.Api) -> None:
         "POST", CLUSTERS, 403, status(403, "Forbidden", words, group="ray.io", kind="rayclusters")
     )
     assert isinstance(error, Refused)
-    assert error.what == "your role may not create `rayclusters` in the namespace `team`"
-    assert error.because == words and yaml.safe_load(error.more)["metadata"]["namespace"] == "team"
+    assert error.message == "your role may not create `rayclusters` in the namespace `team`"
+    assert error.cause == words and yaml.safe_load(error.attachment)["metadata"]["namespace"] == "team"
 
 
 def test_403_of_a_part_of_a_resource(api: kube.Api) -> None:
     words = 'services "http:lab-head-svc:8265" is forbidden: User "ann" cannot get resource "services/proxy" in API group ""'
     error = api.said_no("GET", "/api/v1/x", 403, status(403, "Forbidden", words))
-    assert error.what == "your role may not get `services/proxy`"
-    assert yaml.safe_load(error.more)["metadata"]["namespace"] == "ml", "where it does not say, it is ours"
+    assert error.message == "your role may not get `services/proxy`"
+    assert yaml.safe_load(error.attachment)["metadata"]["namespace"] == "ml", (
+        "where it does not say, it is ours"
+    )
 
 
 def test_403_of_a_quota(api: kube.Api) -> None:
@@ -212,16 +214,16 @@ def test_403_of_a_quota(api: kube.Api) -> None:
         'pods "lab-head" is forbidden: exceeded quota: compute, requested: cpu=4, used: cpu=8, limited: cpu=8'
     )
     error = api.said_no("POST", CLUSTERS, 403, status(403, "Forbidden", words))
-    assert (error.what, error.because, error.more) == ("Kubernetes said no", words, "")
+    assert (error.message, error.cause, error.attachment) == ("Kubernetes said no", words, "")
 
 
 def test_404_of_the_group_and_of_an_object(api: kube.Api) -> None:
     unknown = api.said_no("GET", CLUSTERS, 404, b"404 page not found\n")
-    assert "KubeRay is not installed" in unknown.what and "kubectl create -k" in unknown.hint
+    assert "KubeRay is not installed" in unknown.message and "kubectl create -k" in unknown.hint
     assert not isinstance(unknown, kube.NotThere)
     words = 'rayclusters.ray.io "lab" not found'
     gone = api.said_no("GET", f"{CLUSTERS}/lab", 404, status(404, "NotFound", words, name="lab"))
-    assert isinstance(gone, kube.NotThere) and gone.because == words
+    assert isinstance(gone, kube.NotThere) and gone.cause == words
     pod = api.said_no("GET", "/api/v1/namespaces/ml/pods/x", 404, b"")
     assert isinstance(pod, kube.NotThere)
 
@@ -229,7 +231,7 @@ def test_404_of_the_group_and_of_an_object(api: kube.Api) -> None:
 def test_409(api: kube.Api) -> None:
     words = 'rayclusters.ray.io "lab" already exists'
     error = api.said_no("POST", CLUSTERS, 409, status(409, "AlreadyExists", words, name="lab"))
-    assert isinstance(error, kube.InTheWay) and error.because == words
+    assert isinstance(error, kube.InTheWay) and error.cause == words
 
 
 @pytest.mark.parametrize(
@@ -243,14 +245,14 @@ def test_409(api: kube.Api) -> None:
 def test_what_was_sent_is_refused_in_the_servers_words(api: kube.Api, code: int, words: str) -> None:
     error = api.said_no("POST", CLUSTERS, code, status(code, "Invalid", words))
     assert type(error) is (kube.Invalid if code == 422 else Refused)
-    assert error.because == words and error.saw == f"POST {CLUSTERS} answered {code}"
+    assert error.cause == words and error.details == f"POST {CLUSTERS} answered {code}"
 
 
 @pytest.mark.parametrize("code", [429, 500, 502, 503, 504])
 def test_not_now_is_not_a_no(api: kube.Api, code: int) -> None:
     error = api.said_no("GET", CLUSTERS, code, b"<html>busy</html>")
     assert isinstance(error, kube.Silent) and not isinstance(error, Refused)
-    assert error.because == "<html>busy</html>"
+    assert error.cause == "<html>busy</html>"
 
 
 @pytest.mark.parametrize(
@@ -259,13 +261,13 @@ def test_not_now_is_not_a_no(api: kube.Api, code: int) -> None:
 @pytest.mark.parametrize("code", [400, 401, 403, 404, 409, 410, 418, 422, 503])
 def test_whatever_is_said_there_are_words(api: kube.Api, code: int, data: bytes) -> None:
     error = api.said_no("GET", CLUSTERS, code, data)
-    assert isinstance(error, HeliostatError) and error.what and len(error.because) <= 600
+    assert isinstance(error, HeliostatError) and error.message and len(error.cause) <= 600
 
 
 def test_an_error_inside_a_watch(api: kube.Api) -> None:
     line = json.dumps({"type": "ERROR", "object": json.loads(status(410, "Expired", "too old"))}).encode()
     error = api.said_no("GET", CLUSTERS, 410, line)
-    assert isinstance(error, Refused) and error.because == "too old"
+    assert isinstance(error, Refused) and error.cause == "too old"
 
 
 def test_silence_in_words(api: kube.Api) -> None:
@@ -277,5 +279,5 @@ def test_silence_in_words(api: kube.Api) -> None:
     )
     for error in (refused, urllib3.exceptions.MaxRetryError(pool, "/x", refused)):
         told = api.silent(error)
-        assert "does not answer" in told.what and told.because.endswith("refused")
-        assert "object at 0x" not in told.because and told.saw == api.server
+        assert "does not answer" in told.message and told.cause.endswith("refused")
+        assert "object at 0x" not in told.cause and told.details == api.server

@@ -219,7 +219,7 @@ def test_what_the_operator_would_refuse_later_is_refused_now(
         return
     with pytest.raises(UsageError) as caught:
         rendered(**values)
-    assert words in caught.value.what
+    assert words in caught.value.message
 
 
 def test_the_operators_own_checks() -> None:

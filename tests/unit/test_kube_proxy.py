@@ -213,8 +213,8 @@ def status(code: int, message: str) -> bytes:
 )
 def test_a_service_that_is_gone_is_no_answer_of_rays(tmp_path: Path, code: int, message: str) -> None:
     error = answered(tmp_path, code, status(code, message))
-    assert isinstance(error, NoAnswer) and error.because == message
-    assert error.saw == f"the API server's proxy answered {code} to GET /api/jobs/run"
+    assert isinstance(error, NoAnswer) and error.cause == message
+    assert error.details == f"the API server's proxy answered {code} to GET /api/jobs/run"
 
 
 def test_a_right_that_is_lacking(tmp_path: Path) -> None:
@@ -223,7 +223,11 @@ def test_a_right_that_is_lacking(tmp_path: Path) -> None:
         'in API group "" in the namespace "ml"'
     )
     error = answered(tmp_path, 403, status(403, message))
-    assert isinstance(error, AccessDenied) and "services/proxy" in error.what and "kind: Role" in error.more
+    assert (
+        isinstance(error, AccessDenied)
+        and "services/proxy" in error.message
+        and "kind: Role" in error.attachment
+    )
 
 
 @pytest.mark.parametrize(

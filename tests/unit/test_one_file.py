@@ -77,5 +77,5 @@ def test_nodes_by_demand_only_where_somebody_makes_them(
     with pytest.raises(UsageError, match=f"`autoscale` has no meaning on `{site}`") as caught:
         planned(site, more, tmp_path)
     error = caught.value
-    assert all(f"`{able}`" in error.because for able in DEMAND) and f"`{site}`" not in error.because
-    assert error.saw.startswith(saw) and "heliostat scale train N" in error.hint
+    assert all(f"`{able}`" in error.cause for able in DEMAND) and f"`{site}`" not in error.cause
+    assert error.details.startswith(saw) and "heliostat scale train N" in error.hint

@@ -69,7 +69,7 @@ def test_every_control_character_is_written_out() -> None:
 
 
 def test_an_exception_that_python_prints_is_clean_too() -> None:
-    error = HeliostatError(f"no {ESC}", because="\u202eevil")
+    error = HeliostatError(f"no {ESC}", cause="\u202eevil")
     assert str(error) == "no \\x1b[31mred\\x1b]0;title\\x07 (\\u202eevil)"
     assert error.fields()["because"] == "\u202eevil", "JSON has its own way to write it"
 

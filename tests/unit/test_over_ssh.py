@@ -140,7 +140,7 @@ class Far:
         return Completed(tuple(argv), 0, answer, "")
 
 
-DOWN = HeliostatError("could not reach `zinc` over ssh", because="Connection refused")
+DOWN = HeliostatError("could not reach `zinc` over ssh", cause="Connection refused")
 
 
 @pytest.fixture
@@ -215,7 +215,7 @@ def test_whoever_cannot_be_stopped_is_named(machines: Any) -> None:
     machines(gold=Far('{"ok": true}'), zinc=Far(DOWN), tin=Far('{"ok": false, "left": [7]}'))
     with pytest.raises(HeliostatError, match="could not be told to stop") as caught:
         BACKEND.cancel([handle("gold", "head"), handle("zinc"), handle("tin")], None)  # type: ignore[arg-type]
-    assert caught.value.because == "zinc: Connection refused; tin: still there: [7]"
+    assert caught.value.cause == "zinc: Connection refused; tin: still there: [7]"
 
 
 def test_an_agent_that_nobody_knows_of(machines: Any) -> None:

@@ -178,7 +178,7 @@ def test_several_are_asked_for_one_by_one_in_one_question() -> None:
         answers((0, "7.ctl", "no JSON at all")),
         answers((0, "7.ctl", NOBODY)),
         (127, "", "sh: 1: qstat: not found"),
-        DeadlineError("`sh` gave no answer", because="nothing after 20 s"),
+        DeadlineError("`sh` gave no answer", cause="nothing after 20 s"),
     ],
 )
 def test_silence_is_not_death(answer: Answer) -> None:
@@ -290,7 +290,7 @@ def test_others_of_the_same_names_are_refused(said: str, because: str, hint: str
     says = Pbs(find=(0, f"=== /usr/bin\n{said}", ""))
     with pytest.raises(UsageError) as caught:
         planned(host=says)
-    assert because in caught.value.because and hint in caught.value.hint
+    assert because in caught.value.cause and hint in caught.value.hint
     (check,) = BACKEND.checks(None, says)
     assert check.verdict == "fail" and because in check.found
 
@@ -452,7 +452,7 @@ def test_what_the_queue_never_takes_is_refused_before_it_is_asked_for(
 ) -> None:
     with pytest.raises(UsageError, match=re.escape(what)) as caught:
         planned(queues=QUEUES, **values)
-    assert words in caught.value.because + " " + caught.value.hint
+    assert words in caught.value.cause + " " + caught.value.hint
 
 
 @pytest.mark.parametrize("queue", ["workq", "door", "R123", "other@far"])
@@ -529,7 +529,7 @@ def test_a_refusal_in_words(code: int, err: str, because: str, hint: str) -> Non
     order, plan = planned()
     with pytest.raises(HeliostatError) as caught:
         list(BACKEND.launch(plan, order, Pbs(mine=(0, "", ""), qsub=(code, "", err))))
-    assert because in caught.value.because and hint in caught.value.hint
+    assert because in caught.value.cause and hint in caught.value.hint
 
 
 # -- the script

@@ -45,7 +45,7 @@ def test_not_let_in(api: RayApi, token: str | None, words: str) -> None:
     ):
         with pytest.raises(HeliostatError, match="`lab` does not let us in") as caught:
             ask()
-        assert words in caught.value.because and caught.value.hint == "heliostat doctor lab"
+        assert words in caught.value.cause and caught.value.hint == "heliostat doctor lab"
         assert not isinstance(caught.value, NoAnswer)
 
 
@@ -54,7 +54,7 @@ def test_nobody_listens() -> None:
         port = free.getsockname()[1]
     with pytest.raises(NoAnswer, match="does not answer") as caught:
         RayApi("127.0.0.1", port, TOKEN, name="lab").jobs()
-    assert "refused" in caught.value.because and caught.value.saw == f"http://127.0.0.1:{port}"
+    assert "refused" in caught.value.cause and caught.value.details == f"http://127.0.0.1:{port}"
 
 
 def test_a_listener_that_says_nothing_and_one_that_hangs_up() -> None:
@@ -79,14 +79,16 @@ def test_a_refusal_is_told_by_its_last_words(api: RayApi, ray: Ray) -> None:
     ray.fail = [(500, "Traceback (most recent call last):\n  File x\nValueError: no room\n\n")]
     with pytest.raises(HeliostatError, match="Ray on `lab` said no") as caught:
         api.jobs()
-    assert caught.value.because == "ValueError: no room" and caught.value.saw == "GET /api/jobs/ answered 500"
+    assert (
+        caught.value.cause == "ValueError: no room" and caught.value.details == "GET /api/jobs/ answered 500"
+    )
 
 
 def test_no_such_job(api: RayApi) -> None:
     for ask in (lambda: api.job("no/such job"), lambda: api.stop("x"), lambda: list(api.output("x"))):
         with pytest.raises(NotFoundError, match="there is no job") as caught:
             ask()
-        assert caught.value.hint == "heliostat jobs lab" and "does not exist" in caught.value.because
+        assert caught.value.hint == "heliostat jobs lab" and "does not exist" in caught.value.cause
 
 
 # -- jobs
@@ -123,7 +125,7 @@ def test_submit_tells_other_refusals_at_once(api: RayApi, ray: Ray) -> None:
     ray.fail = [(500, "Traceback\nValueError: Job with submission_id mine already exists.")]
     with pytest.raises(HeliostatError, match="said no") as caught:
         api.submit("true", "mine", {})
-    assert "already exists" in caught.value.because and ray.submitted == []
+    assert "already exists" in caught.value.cause and ray.submitted == []
 
 
 def test_stop(api: RayApi, ray: Ray) -> None:

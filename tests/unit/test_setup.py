@@ -331,10 +331,10 @@ def test_they_agree() -> None:
 
 def test_the_odd_one_is_named() -> None:
     error = problem([ready("a", python="3.9.2"), ready("b"), ready("c")])
-    assert error and error.exit_code == 1 and error.what == "Python must be the same on every host"
-    assert error.because == "a has Ray 2.60.0, Python 3.9; the other 2 hosts have Ray 2.60.0, Python 3.11"
+    assert error and error.exit_code == 1 and error.message == "Python must be the same on every host"
+    assert error.cause == "a has Ray 2.60.0, Python 3.9; the other 2 hosts have Ray 2.60.0, Python 3.11"
     error = problem([ready("a"), ready("b", ray="2.59.0")])
-    assert error and error.what.startswith("Ray must be") and error.because.startswith("b has Ray 2.59.0"), (
+    assert error and error.message.startswith("Ray must be") and error.cause.startswith("b has Ray 2.59.0"), (
         "of two, the head counts"
     )
 
@@ -342,7 +342,7 @@ def test_the_odd_one_is_named() -> None:
 def test_those_that_failed_are_named_together() -> None:
     lost = [Outcome(name, error="no route", hint="ssh it") for name in ("b", "c")]
     error = problem([ready("a"), *lost])
-    assert error and error.exit_code == 3 and error.what == "2 of the 3 hosts could not be set up"
-    assert error.because == "b, c: no route" and error.hint == "ssh it"
+    assert error and error.exit_code == 3 and error.message == "2 of the 3 hosts could not be set up"
+    assert error.cause == "b, c: no route" and error.hint == "ssh it"
     error = problem(lost)
-    assert error and error.exit_code == 1 and error.what == "none of the 2 hosts could be set up"
+    assert error and error.exit_code == 1 and error.message == "none of the 2 hosts could be set up"

@@ -207,8 +207,8 @@ def test_wrong_words(wrong: Callable[[], Sizing], words: str) -> None:
 def test_nothing_fits() -> None:
     with pytest.raises(HeliostatError, match="nothing fits") as caught:
         train(LAB, 48)
-    assert (caught.value.because, caught.value.exit_code) == ("a worker asks for 48 CPU + 1 GPU", 1)
-    assert caught.value.saw == "head: 16 CPU; w1: 32 CPU + 4 GPU; w2: 32 CPU + 4 GPU"
+    assert (caught.value.cause, caught.value.exit_code) == ("a worker asks for 48 CPU + 1 GPU", 1)
+    assert caught.value.details == "head: 16 CPU; w1: 32 CPU + 4 GPU; w2: 32 CPU + 4 GPU"
     with pytest.raises(HeliostatError, match="nothing fits"):
         rllib([], "gpu")
 

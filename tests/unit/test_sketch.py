@@ -119,7 +119,7 @@ def test_a_job_is_submitted_once(backend: Backend) -> None:
     with pytest.raises(HeliostatError, match="did not take the job") as caught:
         no = 'Unable to run job: job rejected: the requested parallel environment "ray" does not exist.\nExiting.\n'
         list(backend.launch(plan, order, Grid(marks=(0, "", ""), qsub=(1, "", no))))
-    assert "does not exist" in caught.value.because
+    assert "does not exist" in caught.value.cause
 
 
 def test_its_words_become_ours(backend: Backend) -> None:

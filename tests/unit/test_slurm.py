@@ -128,7 +128,7 @@ def test_several_of_which_one_is_forgotten() -> None:
         (1, "", "slurm_load_jobs error: Unable to contact slurm controller (connect failure)\n"),
         (1, "", "slurm_load_jobs error: Socket timed out on send/recv operation\n"),
         (1, "", ""),
-        DeadlineError("`squeue` did not end", because="after 60 s"),
+        DeadlineError("`squeue` did not end", cause="after 60 s"),
     ],
 )
 def test_silence_is_not_death(answer: tuple[int, str, str] | HeliostatError) -> None:
@@ -161,7 +161,7 @@ def test_a_job_that_waits_is_cancelled_and_one_that_runs_is_told(monkeypatch: py
     says = Scheduler(squeue=(0, out, ""), scancel=(0, "", ""))
     with pytest.raises(HeliostatError, match="could not be ended") as caught:
         BACKEND.cancel(handles("7", "8", "9"), says)
-    assert caught.value.because == "still in the queue: 7, 8" and caught.value.hint == "scancel 7 8"
+    assert caught.value.cause == "still in the queue: 7, 8" and caught.value.hint == "scancel 7 8"
     told = [words for words in says.asked if words[0] == "scancel"]
     assert told == [["scancel", "8"], ["scancel", "--batch", "--signal=TERM", "7"], ["scancel", "7"]]
 
@@ -245,7 +245,7 @@ def test_what_can_never_run_is_refused_before_it_is_asked_for(
 ) -> None:
     with pytest.raises(UsageError, match=re.escape(what)) as caught:
         planned(sinfo=SINFO, **values)
-    assert words in caught.value.because + " " + caught.value.hint and caught.value.exit_code == 2
+    assert words in caught.value.cause + " " + caught.value.hint and caught.value.exit_code == 2
 
 
 @pytest.mark.parametrize(

@@ -96,8 +96,8 @@ def test_a_host_that_lets_nobody_in(far: Path, said: str, hint: str) -> None:
     (far / "refusal").write_text(f"banner\n{said}\n")
     with pytest.raises(HeliostatError) as caught:
         Ssh("login").run(["true"], timeout=30)
-    assert caught.value.what == "could not reach `login` over ssh"
-    assert caught.value.because == said and hint in caught.value.hint
+    assert caught.value.message == "could not reach `login` over ssh"
+    assert caught.value.cause == said and hint in caught.value.hint
 
 
 def test_each_hint_is_tried_above() -> None:
@@ -136,7 +136,7 @@ def test_a_login_shell_that_goes_wrong_is_told_in_its_words(far: Path) -> None:
     (far / "home/.bash_profile").write_text("echo 'this account is locked'; exit 1\n")
     with pytest.raises(HeliostatError, match="could not reach") as caught:
         Ssh("login").run(["true"], timeout=30)
-    assert caught.value.because == "this account is locked"
+    assert caught.value.cause == "this account is locked"
 
 
 def test_a_configuration_that_ssh_does_not_take(far: Path) -> None:
@@ -145,7 +145,7 @@ def test_a_configuration_that_ssh_does_not_take(far: Path) -> None:
     )
     with pytest.raises(HeliostatError, match="could not reach `login`") as caught:
         Ssh("login").run(["true"], timeout=30)
-    assert caught.value.because == "config: line 3: Bad configuration option: hots"
+    assert caught.value.cause == "config: line 3: Bad configuration option: hots"
 
 
 def test_a_command_of_theirs_that_ends_with_ssh_s_own_code(far: Path) -> None:

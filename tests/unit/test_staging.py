@@ -143,7 +143,7 @@ def test_one_that_cannot_be_written_leaves_nothing(
     monkeypatch.setattr(tarfile.TarFile, "add", full)
     with pytest.raises(HeliostatError, match="could not pack") as error:
         made(venv, store)
-    assert "No space left" in error.value.because and error.value.hint
+    assert "No space left" in error.value.cause and error.value.hint
     assert not list(store.cache.iterdir())
 
 

@@ -123,7 +123,7 @@ def test_names_that_no_cluster_has(store: Store, folder: ClusterFolder, name: st
     assert store.find(name) is None
     with pytest.raises(NotFoundError) as caught:
         store.open(name)
-    assert caught.value.because == "clusters here: lab" and caught.value.exit_code == 5
+    assert caught.value.cause == "clusters here: lab" and caught.value.exit_code == 5
 
 
 def test_a_native_id_names_its_cluster(store: Store, folder: ClusterFolder, make_record: Make) -> None:
@@ -217,7 +217,7 @@ def test_a_lock_of_another_host_is_respected(
     with pytest.raises(DeadlineError, match="another command is changing `lab`") as caught:
         folder.lock(0).__enter__()
     assert caught.value.exit_code == 4
-    assert not owner or "on elsewhere holds its lock" in caught.value.because
+    assert not owner or "on elsewhere holds its lock" in caught.value.cause
 
 
 def test_a_living_owner_is_respected_whatever_the_clock_says(folder: ClusterFolder) -> None:
@@ -346,7 +346,7 @@ def test_a_home_that_may_not_be_written(
         parent.chmod(0o555)
     with as_nobody(), pytest.raises(HeliostatError, match="could not write") as caught:
         Store(place / "home").create(make_record(), {})
-    assert caught.value.because == "Permission denied"
+    assert caught.value.cause == "Permission denied"
     assert caught.value.hint == "set HELIOSTAT_HOME to a folder that you may write to"
 
 
@@ -354,7 +354,7 @@ def test_a_home_below_a_file(tmp_path: Path, make_record: Make) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(HeliostatError, match="could not write") as caught:
         Store(tmp_path / "file" / "home").create(make_record(), {})
-    assert caught.value.because == "Not a directory" and "HELIOSTAT_HOME" in caught.value.hint
+    assert caught.value.cause == "Not a directory" and "HELIOSTAT_HOME" in caught.value.hint
 
 
 def test_a_folder_where_a_file_should_be(folder: ClusterFolder) -> None:
@@ -390,7 +390,7 @@ def test_a_full_disk(small_disk: Path, make_record: Make) -> None:
     ):
         with pytest.raises(HeliostatError, match="could not write") as caught:
             act()
-        assert caught.value.because == "No space left on device"
+        assert caught.value.cause == "No space left on device"
         assert caught.value.hint.startswith("free some space there, or set HELIOSTAT_HOME")
     assert folder.record() == before, "what was there is whole"
     assert os.listdir(store.clusters) == ["lab"], "no draft is left"

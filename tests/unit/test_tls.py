@@ -108,7 +108,7 @@ def test_tls_where_the_agents_start_ray(site: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=f"`security.tls` cannot be used on `{site}`") as caught:
         planned(site, SECURE, tmp_path)
     error = caught.value
-    assert "`local`, `pbs`, `slurm` and `ssh`" in error.because and error.exit_code == 2
+    assert "`local`, `pbs`, `slurm` and `ssh`" in error.cause and error.exit_code == 2
     assert error.hint == "tls: false in `security` of the file"
 
 
@@ -327,4 +327,4 @@ def test_files_that_cannot_be_used_are_told(files: Path, damage: str) -> None:
     path.unlink() if damage == "gone" else path.write_bytes(path.read_bytes()[:40])
     with pytest.raises(HeliostatError, match="could not use the cluster's certificates") as caught:
         context_of(files)
-    assert caught.value.because and "BEGIN" not in str(caught.value)
+    assert caught.value.cause and "BEGIN" not in str(caught.value)

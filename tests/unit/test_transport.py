@@ -61,8 +61,8 @@ def test_megabytes_of_both_streams() -> None:
 def test_a_deadline() -> None:
     with pytest.raises(HeliostatError, match="gave no answer") as caught:
         Local().run(["sleep", "1000"], timeout=0.1)
-    assert caught.value.because == "nothing after 0.1 s" and caught.value.exit_code == 4
-    assert caught.value.saw == "sleep 1000"
+    assert caught.value.cause == "nothing after 0.1 s" and caught.value.exit_code == 4
+    assert caught.value.details == "sleep 1000"
 
 
 def test_a_deadline_holds_when_a_grandchild_keeps_the_output_open() -> None:
@@ -74,7 +74,7 @@ def test_a_deadline_holds_when_a_grandchild_keeps_the_output_open() -> None:
 def test_a_program_that_is_not_there(name: str) -> None:
     with pytest.raises(HeliostatError, match="could not run") as caught:
         Local().run([name], timeout=5)
-    assert caught.value.because == "it is not on this machine"
+    assert caught.value.cause == "it is not on this machine"
 
 
 def test_a_program_that_may_not_be_run(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_a_program_that_may_not_be_run(tmp_path: Path) -> None:
     ):
         with pytest.raises(HeliostatError, match="could not run") as caught:
             Local().run([str(path)], timeout=5)
-        assert caught.value.because == words
+        assert caught.value.cause == words
 
 
 def test_a_long_command_is_shown_short() -> None:
@@ -165,7 +165,7 @@ def test_what_cannot_be_started(tmp_path: Path) -> None:
     ):
         with pytest.raises(HeliostatError, match="could not start") as caught:
             Local().spawn(argv, log=log, cwd=cwd)
-        assert caught.value.because == "No such file or directory" and caught.value.saw == str(log)
+        assert caught.value.cause == "No such file or directory" and caught.value.details == str(log)
 
 
 # -- who is who

@@ -379,7 +379,7 @@ def test_a_tunnel_with_nobody_behind_it_is_away_too(site: Site) -> None:
 
 def test_no_tunnel_yet(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def target() -> tuple[str, int]:
-        raise HeliostatError("no tunnel", because="secret words")
+        raise HeliostatError("no tunnel", cause="secret words")
 
     site = Site(1, tmp_path / "token")
     site.proxy._target = target
@@ -446,7 +446,7 @@ def test_a_taken_port_is_an_error_with_its_number(site: Site) -> None:
     second = DashboardProxy(lambda: RayApi("127.0.0.1", 1, TOKEN), site.proxy.port)
     with pytest.raises(HeliostatError, match=str(site.proxy.port)) as caught:
         second.start()
-    assert caught.value.because.startswith("Address already in use")
+    assert caught.value.cause.startswith("Address already in use")
     assert second._key not in str(caught.value.fields())
     second.close()
 

@@ -227,7 +227,7 @@ def test_a_port_that_is_taken_on_one_address_is_refused(address: str) -> None:
             proxy = DashboardProxy(lambda: RayApi("127.0.0.1", 1, TOKEN), port)
             with pytest.raises(HeliostatError, match=str(port)) as caught:
                 proxy.start()
-            assert caught.value.because.startswith("Address already in use")
+            assert caught.value.cause.startswith("Address already in use")
             assert caught.value.hint == "choose another port, or 0 for a free one"
             proxy.close()
             other.close()

@@ -235,7 +235,7 @@ def test_a_pattern_that_is_none(tmp_path: Path) -> None:
     make(tmp_path, {"sub/.gitignore": "ok\n!\n"})
     with pytest.raises(HeliostatError, match=re.escape("`sub/.gitignore`")) as caught:
         pack(tmp_path)
-    assert (caught.value.exit_code, bool(caught.value.because)) == (2, True)
+    assert (caught.value.exit_code, bool(caught.value.cause)) == (2, True)
 
 
 def test_an_ignore_file_that_is_not_utf8(tmp_path: Path) -> None:
@@ -377,14 +377,14 @@ def test_a_deep_tree(tmp_path: Path) -> None:
 def test_no_such_folder(tmp_path: Path) -> None:
     with pytest.raises(HeliostatError, match="gone") as caught:
         pack(tmp_path / "gone")
-    assert (caught.value.because, caught.value.exit_code) == ("No such file or directory", 2)
+    assert (caught.value.cause, caught.value.exit_code) == ("No such file or directory", 2)
 
 
 def test_a_file_is_not_a_folder(tmp_path: Path) -> None:
     make(tmp_path, {"train.py": ""})
     with pytest.raises(HeliostatError, match=r"train\.py") as caught:
         pack(tmp_path / "train.py")
-    assert caught.value.because == "it is not a folder"
+    assert caught.value.cause == "it is not a folder"
     assert str(tmp_path) in caught.value.hint
 
 
@@ -401,7 +401,7 @@ def test_an_unreadable_thing_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
             pack(tmp_path)
     finally:
         (tmp_path / bad).chmod(0o700)
-    assert caught.value.because == "Permission denied"
+    assert caught.value.cause == "Permission denied"
     assert ".gitignore" in caught.value.hint
 
 
@@ -439,8 +439,8 @@ def test_over_the_limit_names_the_biggest(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(HeliostatError) as caught:
         pack(tmp_path)
     error = caught.value
-    assert error.what.endswith("is too big to send: 521.5 MiB, over 500.0 MiB")
-    assert error.because == (
+    assert error.message.endswith("is too big to send: 521.5 MiB, over 500.0 MiB")
+    assert error.cause == (
         "`model/weights/big.pt` 300.0 MiB, `data/` 200.0 MiB, `notes.pdf` 20.0 MiB, "
         "`small.bin` 1.0 MiB, `smaller.bin` 512.0 KiB"
     )
@@ -472,7 +472,7 @@ def test_no_room_for_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(workdir._Writer, "_note", full)
     with pytest.raises(HeliostatError, match="cannot be written") as caught:
         pack(make(tmp_path, {"a": ""}))
-    assert caught.value.because == "No space left on device"
+    assert caught.value.cause == "No space left on device"
     assert "TMPDIR" in caught.value.hint
 
 
@@ -555,7 +555,7 @@ def test_a_file_that_grows_over_the_limit(tmp_path: Path, monkeypatch: pytest.Mo
     between(monkeypatch, lambda: sparse(tmp_path / "b", 10**9))
     with pytest.raises(HeliostatError, match="too big") as caught:
         pack(tmp_path)
-    assert caught.value.because.startswith("`b` 953.7 MiB")
+    assert caught.value.cause.startswith("`b` 953.7 MiB")
 
 
 # --- Ray itself -----------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import pkgutil
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from heliostat.errors import UsageError
+from heliostat.errors import Code, UsageError
 
 if TYPE_CHECKING:
     from heliostat.backends.base import Backend
@@ -21,7 +21,11 @@ def names() -> list[str]:
 
 def load(site: str) -> Backend:
     if site not in names():
-        raise UsageError(f"there is no site `{site}`", because=f"sites here: {', '.join(names())}")
+        raise UsageError(
+            f"there is no site `{site}`",
+            cause=f"sites here: {', '.join(names())}",
+            code=Code.USAGE_UNKNOWN_BACKEND,
+        )
     backend: Backend = importlib.import_module(f"heliostat.backends.{site}").BACKEND
     return backend
 

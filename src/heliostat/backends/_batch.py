@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from heliostat.backends.base import Handle, Observation, Order, Plan, require_programs
-from heliostat.errors import HeliostatError, UsageError
+from heliostat.errors import Code, HeliostatError, UsageError
 from heliostat.states import NodeState
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def parse_time(said: str | int | None, key: str) -> int | None:
     try:
         return None if said is None else parse_walltime(said)
     except ValueError as error:
-        raise UsageError(f"`{key}` cannot be used", because=str(error)) from None
+        raise UsageError(f"`{key}` cannot be used", cause=str(error)) from None
 
 
 def with_config(order: Order, more: Mapping[str, object]) -> Order:
@@ -240,8 +240,9 @@ class Batch:
         left = [h.native_id for h in self._living(handles, host)]
         raise HeliostatError(
             "some jobs could not be ended",
-            because=f"still in the queue: {', '.join(left)}",
+            cause=f"still in the queue: {', '.join(left)}",
             hint=f"{self.last_resort} {' '.join(left)}",
+            code=Code.SCHEDULER_JOBS_LEFT,
         )
 
     def _living(self, handles: Sequence[Handle], host: Transport) -> list[Handle]:
@@ -303,9 +304,11 @@ def retry(
         pause = min(15.0, pause * 2)
 
 
-def refused(done: Completed, what: str, hint: str = "") -> HeliostatError:
+def refused(done: Completed, message: str, code: str, hint: str = "") -> HeliostatError:
     words = [line.strip() for line in (done.err or done.out).splitlines() if line.strip()]
-    return HeliostatError(what, because=" | ".join(words[-2:])[:400], saw=done.saw(), hint=hint)
+    return HeliostatError(
+        message, cause=" | ".join(words[-2:])[:400], details=done.saw(), hint=hint, code=code
+    )
 
 
 def options_of(words: Sequence[str], owned: Mapping[str, str], flags: frozenset[str]) -> list[str]:
@@ -318,10 +321,14 @@ def options_of(words: Sequence[str], owned: Mapping[str, str], flags: frozenset[
             waiting = None
             continue
         if not word.startswith("-"):
-            raise HeliostatError(f"`{word}` is not an option of the scheduler", exit_code=2)
+            raise UsageError(
+                f"`{word}` is not an option of the scheduler", code=Code.SCHEDULER_INVALID_OPTION
+            )
         name = word.partition("=")[0] if word.startswith("--") else word[:2]
         if name in owned:
-            raise HeliostatError(f"`{name}` is set by Heliostat", hint=owned[name], exit_code=2)
+            raise UsageError(
+                f"`{name}` is set by Heliostat", hint=owned[name], code=Code.SCHEDULER_INVALID_OPTION
+            )
         if name != word or name in flags:
             found.append(word)
         else:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode, urlsplit
 
-from heliostat.errors import AccessDenied, HeliostatError, Refused, UsageError
+from heliostat.errors import AccessDenied, Code, HeliostatError, Refused, UsageError
 from heliostat.ownership import temp_directory
 
 if TYPE_CHECKING:
@@ -53,19 +53,25 @@ _loading = threading.Lock()  # the library keeps what it writes for a moment in 
 class Silent(HeliostatError):
     """The API server does not answer, or not now: nothing is known."""
 
-    exit_code = 1
+    code = Code.KUBERNETES_UNREACHABLE
 
 
 class NotThere(Refused):
     """404: there is no such object."""
 
+    code = Code.KUBERNETES_NOT_FOUND
+
 
 class InTheWay(Refused):
-    """409: another object has the name, or somebody was faster."""
+    """409: another object has the name, or another client changed it first."""
+
+    code = Code.KUBERNETES_CONFLICT
 
 
 class Invalid(Refused):
     """422: the object would not be valid, or a `test` of a JSON patch failed."""
+
+    code = Code.KUBERNETES_INVALID_OBJECT
 
 
 def role(namespace: str) -> str:
@@ -121,8 +127,9 @@ class Api:
         except ImportError:
             raise UsageError(
                 "Kubernetes needs a package that is not here",
-                because="the official client `kubernetes` is not installed",
+                cause="the official client `kubernetes` is not installed",
                 hint="pip install 'heliostat[kubernetes]'",
+                code=Code.USAGE_MISSING_PACKAGE,
             ) from None
         configuration = Configuration()
         # for keys that are inside a kubeconfig
@@ -153,9 +160,10 @@ class Api:
         except Exception as error:  # a file may be broken in any way
             raise UsageError(
                 "there is no Kubernetes cluster to talk to",
-                because=" ".join(str(error).split())[:300] or type(error).__name__,
-                saw=os.pathsep.join(paths),
+                cause=" ".join(str(error).split())[:300] or type(error).__name__,
+                details=os.pathsep.join(paths),
                 hint="set KUBECONFIG, or `kubernetes: {kubeconfig: FILE}` in the file",
+                code=Code.KUBERNETES_NO_KUBECONFIG,
             ) from None
         finally:
             kube_config._cleanup_temp_files()  # they are read by now
@@ -171,8 +179,9 @@ class Api:
         if chosen is None:
             raise UsageError(
                 f"there is no context `{context}`",
-                because=f"{self.kubeconfig} has {', '.join(c['name'] for c in known)}",
+                cause=f"{self.kubeconfig} has {', '.join(c['name'] for c in known)}",
                 hint=f"kubernetes: {{context: {known[0]['name']}}}" if known else "",
+                code=Code.KUBERNETES_UNKNOWN_CONTEXT,
             )
         self.context = chosen["name"]
         self.namespace = chosen["context"].get("namespace") or "default"
@@ -203,9 +212,10 @@ class Api:
     def _nobody(self, words: str) -> Refused:
         return Refused(
             f"the Kubernetes cluster `{self.context}` does not know you",
-            because=" ".join(words.split())[:300] or "Unauthorized",
-            saw=self.server,
+            cause=" ".join(words.split())[:300] or "Unauthorized",
+            details=self.server,
             hint="log in to it again, as for kubectl",
+            code=Code.KUBERNETES_UNAUTHORIZED,
         )
 
     # -- questions
@@ -314,8 +324,8 @@ class Api:
         words = re.sub(r"^<[^>]*>: |HTTPS?ConnectionPool\([^)]*\): |^\([^)]*,\s*", "", str(reason))
         return Silent(
             f"the Kubernetes cluster `{self.context}` does not answer",
-            because=" ".join(words.split())[:300],
-            saw=self.server,
+            cause=" ".join(words.split())[:300],
+            details=self.server,
             hint="kubectl cluster-info",
         )
 
@@ -351,37 +361,42 @@ class Api:
         document = found.get("object", found) if isinstance(found, dict) else {}
         document = document if isinstance(document, dict) else {}
         words = str(document.get("message") or data.decode("utf-8", "replace").strip())[:600]
-        saw = f"{method} {path} answered {status}"
+        details = f"{method} {path} answered {status}"
         if status == 401:
             return self._nobody(words)
         if status == 403:
-            return self._forbidden(words, saw)
+            return self._forbidden(words, details)
         if status == 404 and path.startswith("/apis/ray.io") and not document.get("details"):
             return Refused(
                 "KubeRay is not installed in this Kubernetes cluster",
-                because="it has no RayCluster: its API server does not know `ray.io/v1`",
-                saw=saw,
+                cause="it has no RayCluster: its API server does not know `ray.io/v1`",
+                details=details,
                 hint=f"whoever runs the cluster types: {INSTALL}",
+                code=Code.KUBERNETES_NO_KUBERAY,
             )
         if status in (429, 500, 502, 503, 504):
             return Silent(
-                f"the Kubernetes cluster `{self.context}` cannot answer now", because=words, saw=saw
+                f"the Kubernetes cluster `{self.context}` cannot answer now", cause=words, details=details
             )
         kinds: dict[int, type[HeliostatError]] = {404: NotThere, 409: InTheWay, 422: Invalid}
-        return kinds.get(status, Refused)("Kubernetes said no", because=words, saw=saw)
+        if kind := kinds.get(status):
+            return kind("Kubernetes said no", cause=words, details=details)
+        return Refused("Kubernetes said no", cause=words, details=details, code=Code.KUBERNETES_REJECTED)
 
-    def _forbidden(self, words: str, saw: str) -> Refused:
+    def _forbidden(self, words: str, details: str) -> Refused:
         found = re.search(r'cannot (\S+) resource "([^"]+)"(?:.*in the namespace "([^"]+)")?', words)
         if found is None:  # a quota, an admission webhook
-            return Refused("Kubernetes said no", because=words, saw=saw)
+            code = Code.KUBERNETES_QUOTA if "exceeded quota" in words else Code.KUBERNETES_ADMISSION
+            return Refused("Kubernetes said no", cause=words, details=details, code=code)
         verb, resource, namespace = found.groups()
         where = f" in the namespace `{namespace}`" if namespace else ""
         return AccessDenied(
             f"your role may not {verb} `{resource}`{where}",
-            because=words,
-            saw=saw,
+            cause=words,
+            details=details,
             hint="whoever runs the cluster gives you this Role (kubectl apply -f, and a RoleBinding to you):",
-            more=role(namespace or self.namespace),
+            attachment=role(namespace or self.namespace),
+            code=Code.KUBERNETES_RBAC_FORBIDDEN,
         )
 
     # -- the way to a service

@@ -56,7 +56,7 @@ def _rights(api: kube.Api, namespace: str) -> Check:
         return question.answer(False, f"could not be asked for: {error}", bad="warn", hint="")
     if lacking:
         words = f"in `{namespace}` it may not {'; '.join(lacking)}"
-        return question.answer(False, words, more=kube.role(namespace))
+        return question.answer(False, words, attachment=kube.role(namespace))
     return question.answer(True, f"it may do all that is needed in `{namespace}`")
 
 

@@ -162,14 +162,14 @@ def set_up(spec: ClusterSpec) -> list[str]:
                 said = [line.partition(" #")[0].strip() for line in stream]
         except OSError as error:
             raise UsageError(
-                f"could not read `{spec.environment.requirements}`", because=error.strerror or str(error)
+                f"could not read `{spec.environment.requirements}`", cause=error.strerror or str(error)
             ) from None
         wanted = [line for line in said if line and not line.startswith("#")]
         odd = next((line for line in wanted if line.startswith("-")), None)
         if odd:
             raise UsageError(
                 f"`{spec.environment.requirements}` cannot be used on `kubernetes`",
-                because=f"`{odd}` speaks of files that the pods do not have",
+                cause=f"`{odd}` speaks of files that the pods do not have",
                 hint="build an image with them: kubernetes: {image: …}",
             )
         lines += [quote(["pip", "install", "--quiet", *wanted])] if wanted else []
@@ -192,7 +192,7 @@ def _volume(volume: str | Mapping[str, Any], name: str) -> tuple[dict[str, Any],
         )
     rest = {key: value for key, value in volume.items() if key not in ("mountPath", "subPath", "readOnly")}
     if "mountPath" not in volume:
-        raise UsageError("a volume has no `mountPath`", because=str(dict(volume))[:200])
+        raise UsageError("a volume has no `mountPath`", cause=str(dict(volume))[:200])
     name = str(rest.get("name") or name)
     where = {key: volume[key] for key in ("mountPath", "subPath", "readOnly") if key in volume}
     return {**rest, "name": name}, {"name": name, **where}
@@ -241,8 +241,8 @@ def notes(spec: ClusterSpec, run: bool) -> Iterator[str]:
 
 def refuse(document: Mapping[str, Any]) -> None:
     """Raises for what KubeRay's operator would only tell as an event."""
-    for what, because in problems(document):
-        raise UsageError(what, because=because, hint="change it in the file, or by a flag; heliostat schema")
+    for what, cause in problems(document):
+        raise UsageError(what, cause=cause, hint="change it in the file, or by a flag; heliostat schema")
 
 
 def problems(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -251,8 +251,8 @@ def problems(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if len(name) > most:
         yield f"`{name}` is too long a name for a {kind}", f"KubeRay lets it have {most} characters"
     if not DNS.fullmatch(name):
-        because = "it becomes part of host names: small letters, digits and `-`, beginning with a letter"
-        yield f"`{name}` is not a name on `kubernetes`", because
+        cause = "it becomes part of host names: small letters, digits and `-`, beginning with a letter"
+        yield f"`{name}` is not a name on `kubernetes`", cause
     if kind == "RayJob":
         ttl = spec.get("ttlSecondsAfterFinished", 0)
         if ttl < 0 or (ttl > 0 and not spec.get("shutdownAfterJobFinishes")):
@@ -273,16 +273,16 @@ def _auth(spec: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         return
     found = re.match(r"(\d+)\.(\d+)", str(spec.get("rayVersion") or ""))
     if not found or (int(found[1]), int(found[2])) < (2, 52):
-        because = "Ray has had tokens since 2.52; older: security: {auth: none}"
-        yield f"Ray {spec.get('rayVersion')} has no authentication", because
+        cause = "Ray has had tokens since 2.52; older: security: {auth: none}"
+        yield f"Ray {spec.get('rayVersion')} has no authentication", cause
 
 
 def _workers_problems(groups: Sequence[Mapping[str, Any]], elastic: bool) -> Iterator[tuple[str, str]]:
     names = [str(group["groupName"]) for group in groups]
     for name in names:
         if not DNS.fullmatch(name) or name == "headgroup":
-            because = "it becomes part of its pods' names: small letters, digits and `-`"
-            yield f"`{name}` is not a name for a group on `kubernetes`", because
+            cause = "it becomes part of its pods' names: small letters, digits and `-`"
+            yield f"`{name}` is not a name for a group on `kubernetes`", cause
         if names.count(name) > 1:
             yield f"two groups have the name `{name}`", "each has its own"
     for group in groups:

@@ -70,8 +70,8 @@ def proxy_error(
 
     return NoAnswer(
         f"the dashboard of `{name}` is not reached",
-        because=" ".join(str(document.get("message") or "").split())[:300],
-        saw=f"the API server's proxy answered {status} to {method} {path}",
+        cause=" ".join(str(document.get("message") or "").split())[:300],
+        details=f"the API server's proxy answered {status} to {method} {path}",
         hint=f"heliostat status {name.rpartition('/')[2]}",
     )
 

@@ -100,7 +100,7 @@ class Cluster:
         path = f"/api/v1/namespaces/{self.namespace}/pods/{name}"
         pod = self.api.call("GET", path)
         if not self._own([pod]):
-            raise kube.NotThere(f"`{name}` is not a pod of `{self.name}`", saw=path)
+            raise kube.NotThere(f"`{name}` is not a pod of `{self.name}`", details=path)
         self.api.delete(path, str(pod["metadata"]["uid"]), **options)
 
     @property

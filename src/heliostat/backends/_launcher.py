@@ -35,7 +35,7 @@ from heliostat.backends.base import (
     by_name,
     require_programs,
 )
-from heliostat.errors import HeliostatError, UsageError
+from heliostat.errors import Code, HeliostatError, UsageError
 from heliostat.ownership import temp_directory
 from heliostat.ssh import far
 from heliostat.states import NodeState
@@ -125,9 +125,9 @@ class Launcher:
             answer = self._ask({"do": "check", "config": self._any_config(spec)}, None, host, LOOK_S)
             found.append(self.questions["account"].answer(True, str(answer["found"])))
         except (HeliostatError, KeyError, ValueError, TypeError) as error:
-            because = getattr(error, "because", "") or str(error)
+            cause = getattr(error, "cause", "") or str(error)
             hint = getattr(error, "hint", "") or None
-            found.append(self.questions["account"].answer(False, because, hint=hint))
+            found.append(self.questions["account"].answer(False, cause, hint=hint))
         return found
 
     def _any_config(self, spec: ClusterSpec | None) -> Json:
@@ -155,8 +155,9 @@ class Launcher:
         if missing := self._missing_package():
             raise UsageError(
                 f"`{self.name}` needs a package that is not here",
-                because=f"no module `{missing}`",
+                cause=f"no module `{missing}`",
                 hint=self.questions["packages"].hint.format(site=self.name),
+                code=Code.CLOUD_MISSING_PACKAGE,
             )
         require_programs(("ssh", "rsync"), "install it on this machine", host)
 
@@ -257,11 +258,14 @@ class Launcher:
             lines = [line for line in done.err.splitlines() if line.strip()]
             raise HeliostatError(
                 f"Ray's launcher gave no answer for `{self.name}`",
-                because=lines[-1].strip()[:300] if lines else "",
-                saw=done.saw(),
+                cause=lines[-1].strip()[:300] if lines else "",
+                details=done.saw(),
+                code=Code.CLOUD_LAUNCHER,
             ) from None
         if not answer["ok"]:
-            raise HeliostatError(answer["what"], because=answer["because"], hint=answer["hint"])
+            raise HeliostatError(
+                answer["message"], cause=answer["cause"], hint=answer["hint"], code=answer["code"]
+            )
         return answer
 
     # -- looking
@@ -275,7 +279,7 @@ class Launcher:
             try:
                 self._look(handle, host, LATER_S)
             except HeliostatError as error:
-                return Observation(N.UNKNOWN, f"{error.what}: {error.because}")
+                return Observation(N.UNKNOWN, f"{error.message}: {error.cause}")
         return Observation(N.ALLOCATED)
 
     def _look(self, handle: Handle, host: Transport, every_s: float = SOON_S) -> Json:
@@ -377,7 +381,11 @@ class Launcher:
         inside = config["provider"].get("use_internal_ips")
         address = node.get("internal_ip") if inside else node.get("external_ip")
         if not address:
-            raise HeliostatError(f"`{node.get('id')}` has no address yet", hint="try again in a few seconds")
+            raise HeliostatError(
+                f"`{node.get('id')}` has no address yet",
+                hint="try again in a few seconds",
+                code=Code.CLUSTER_NOT_READY,
+            )
         options = {
             "StrictHostKeyChecking": "accept-new",  # a new machine has a key that nobody can know
             "UserKnownHostsFile": f'"{detail["folder"]}/known_hosts"',
@@ -394,7 +402,9 @@ class Launcher:
     def _node(self, handle: Handle, name: str) -> Mapping[str, Any]:
         known = read_json(Path(handle.detail["folder"]) / INSTANCES) or {}
         if name not in known:
-            raise HeliostatError(f"the node `{name}` has no instance", hint="heliostat status")
+            raise HeliostatError(
+                f"the node `{name}` has no instance", hint="heliostat status", code=Code.CLUSTER_NOT_READY
+            )
         one: Mapping[str, Any] = known[name]
         return one
 
@@ -405,7 +415,9 @@ class Launcher:
             found = self._look(handle, host)["nodes"]
             head = next((one for one in found if one["role"] == "head"), None)
         if head is None:
-            raise HeliostatError(f"`{handle.native_id}` has no head", hint="heliostat status")
+            raise HeliostatError(
+                f"`{handle.native_id}` has no head", hint="heliostat status", code=Code.CLUSTER_NOT_READY
+            )
         return self._ssh(handle, head)
 
     def execute(self, node: str, handle: Handle, argv: Sequence[str], host: Transport) -> Completed:
@@ -454,7 +466,7 @@ class Launcher:
     def keep(self, handle: Handle, host: Transport, *, away: bool) -> None:
         raise UsageError(
             f"a cluster on `{self.name}` cannot be put away",
-            because="a stopped instance keeps its disk, which costs, and loses Ray's state",
+            cause="a stopped instance keeps its disk, which costs, and loses Ray's state",
             hint="heliostat down, and up again",
         )
 
@@ -501,7 +513,9 @@ class Launcher:
         done = head.run([*argv, render.RESIZE, json.dumps(counts)], timeout=seconds)
         if done.code:
             raise HeliostatError(
-                "the autoscaler's file could not be changed", because=done.err.strip()[-300:]
+                "the autoscaler's file could not be changed",
+                cause=done.err.strip()[-300:],
+                code=Code.CLOUD_LAUNCHER,
             )
 
     def bring_home(self, handles: Sequence[Handle], folder: Path) -> list[str]:

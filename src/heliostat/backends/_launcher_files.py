@@ -115,17 +115,17 @@ def check(order: Order, site: str) -> None:
         if value:
             raise UsageError(
                 f"`{key}` has no meaning on `{site}`",
-                because="its machines are new ones, and only this cluster's",
+                cause="its machines are new ones, and only this cluster's",
                 hint=hints.get(key, "take it out of the file"),
             )
     for name in spec.kinds if order.options.launcher_yaml is None else ():
         if name in (HEAD, PLAIN):
             raise UsageError(
-                f"a group cannot be called `{name}` on `{site}`", because="Ray's file needs that name"
+                f"a group cannot be called `{name}` on `{site}`", cause="Ray's file needs that name"
             )
     if environment.requirements and not Path(environment.requirements).expanduser().is_file():
         raise UsageError(
-            f"there is no `{environment.requirements}`", because="`environment.requirements` names it"
+            f"there is no `{environment.requirements}`", cause="`environment.requirements` names it"
         )
 
 
@@ -179,7 +179,7 @@ def resources(member: Member, cpus: int | None, gpus: int | None, instance: str)
     if cpus is None:
         raise UsageError(
             f"how many CPUs has `{instance}`?",
-            because="Ray must know what a node has before it asks for one",
+            cause="Ray must know what a node has before it asks for one",
             hint="cpus_per_node: N in the file, or `cpus` of the group",
         )
     return {"CPU": cpus, **({"GPU": gpus} if gpus else {}), **more_resources(member)}
@@ -193,7 +193,7 @@ def more_resources(member: Member) -> Json:
 def check_gpus(member: Member, gpus: int | None, instance: str, better: str) -> None:
     if member.gpus and gpus == 0:
         raise UsageError(
-            f"`{instance}` has no GPU", because=f"{member.gpus} on each node were asked for", hint=better
+            f"`{instance}` has no GPU", cause=f"{member.gpus} on each node were asked for", hint=better
         )
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from heliostat.backends import _launcher_files as render
 from heliostat.backends._launcher_files import Json
 from heliostat.backends.base import Handle
-from heliostat.errors import HeliostatError
+from heliostat.errors import Code, HeliostatError
 from heliostat.states import NodeState
 from heliostat.store import read_json, write_atomic
 from heliostat.transport import Local, process_start
@@ -38,6 +38,7 @@ STATUS = {
     "update-failed": (N.STARTING, "its set-up failed"),
     "up-to-date": (N.STARTING, "waits for Ray to have it"),
 }
+_RENAMED = (("message", "what"), ("cause", "because"))  # older versions wrote the second names
 FAILED = "New status: update-failed"
 # of Ray's launcher and of ssh, around what somebody has to say
 NOISE = ("Cluster:", "File Mount:", "Checking ", "AWS config", "No head node found", "Usage stats", "Acquiring ", "<1/1>",
@@ -58,11 +59,10 @@ def operation(handle: Handle) -> tuple[str, str]:
         return "failed", last_line(folder) or "Ray's launcher ended without a word"
     if answer["ok"]:
         return "done", ""
-    said = last_line(folder) if "setup head node" in answer["because"] else ""
+    message, cause = (answer.get(new) or answer.get(old) or "" for new, old in _RENAMED)
+    said = last_line(folder) if "setup head node" in cause else ""
     hint = f"; {answer['hint']}" if answer["hint"] else ""
-    return "failed", (
-        f"{answer['because'].rstrip('.')}: {said}" if said else answer["because"] or answer["what"]
-    ) + hint
+    return "failed", (f"{cause.rstrip('.')}: {said}" if said else cause or message) + hint
 
 
 def last_line(folder: Path) -> str:
@@ -209,4 +209,8 @@ def end_process(handle: Handle) -> None:
             time.sleep(0.1)
         deadline = time.monotonic() + KILL_S
     if process_start(pid) == process["start"]:
-        raise HeliostatError("Ray's launcher could not be ended", because=f"process {pid} is still there")
+        raise HeliostatError(
+            "Ray's launcher could not be ended",
+            cause=f"process {pid} is still there",
+            code=Code.CLOUD_LAUNCHER,
+        )

@@ -10,7 +10,7 @@ from typing import Any
 
 from heliostat.backends import _batch
 from heliostat.backends.base import Observation
-from heliostat.errors import UsageError
+from heliostat.errors import Code, UsageError
 from heliostat.states import NodeState
 
 N = NodeState
@@ -37,25 +37,25 @@ DELETING = re.compile(r"and (?:terminated|deleted) by (\S+)")
 ENDED = {-29: "the time limit was reached", 271: "the job was deleted"}
 OVER_TIME = "exceeded resource walltime"
 
-# a command's exit code is the server's error number modulo 256: what it means, and one thing to type
+# a command's exit code is the server's error number modulo 256: our code, the meaning, a hint
 REFUSALS = {
-    159: ("you may not do that here", ""),
-    160: ("the server's name is not known", "PBS_SERVER in /etc/pbs.conf, or in your environment"),
-    162: ("the server does not answer", ""),
-    166: ("a value cannot be used", "qstat -Qf shows the queues' limits, pbsnodes -a what the machines have"),
-    170: ("there is no such queue", ""),
-    173: ("the queue takes no jobs now", ""),
-    174: ("you may not use this queue", ""),
-    175: ("this user may not submit from this host", "not as root; from a login node"),
-    187: ("the site has no such resource", ""),
-    188: ("more is asked for than the queue or the server allows", "qstat -Qf shows the queues' limits"),
-    193: ("the machine refused the job", ""),
-    197: ("the group may not be used", ""),
-    198: ("you have as many jobs as the queue allows", "qstat -u $USER"),
-    201: ("the account is not valid", "-A ACCOUNT, or pbs.account in the file"),
-    241: ("the select statement cannot be used", ""),
-    4: ("a resource of the whole job stands in a select statement", "--time TIME for the walltime"),
-    5: ("a resource of a chunk stands beside a select statement", "-l select=N:ncpus=…:mem=…"),
+    159: (Code.PBS_ACCESS_DENIED, "you may not do that here", ""),
+    160: (Code.PBS_UNREACHABLE, "the server's name is not known", "PBS_SERVER in /etc/pbs.conf, or in your environment"),
+    162: (Code.PBS_UNREACHABLE, "the server does not answer", ""),
+    166: (Code.PBS_INVALID_VALUE, "a value cannot be used", "qstat -Qf shows the queues' limits, pbsnodes -a what the machines have"),
+    170: (Code.PBS_INVALID_QUEUE, "there is no such queue", ""),
+    173: (Code.PBS_QUEUE_DISABLED, "the queue takes no jobs now", ""),
+    174: (Code.PBS_ACCESS_DENIED, "you may not use this queue", ""),
+    175: (Code.PBS_ACCESS_DENIED, "this user may not submit from this host", "not as root; from a login node"),
+    187: (Code.PBS_UNKNOWN_RESOURCE, "the site has no such resource", ""),
+    188: (Code.PBS_RESOURCE_LIMIT, "more is asked for than the queue or the server allows", "qstat -Qf shows the queues' limits"),
+    193: (Code.PBS_REJECTED, "the machine refused the job", ""),
+    197: (Code.PBS_INVALID_GROUP, "the group may not be used", ""),
+    198: (Code.PBS_JOB_LIMIT, "you have as many jobs as the queue allows", "qstat -u $USER"),
+    201: (Code.PBS_INVALID_ACCOUNT, "the account is not valid", "-A ACCOUNT, or pbs.account in the file"),
+    241: (Code.PBS_INVALID_SELECT, "the select statement cannot be used", ""),
+    4: (Code.PBS_INVALID_SELECT, "a resource of the whole job stands in a select statement", "--time TIME for the walltime"),
+    5: (Code.PBS_INVALID_SELECT, "a resource of a chunk stands beside a select statement", "-l select=N:ncpus=…:mem=…"),
 }  # fmt: skip
 
 # what answers to `qstat --version`
@@ -79,12 +79,13 @@ def kind(answers: Sequence[str]) -> tuple[int, str]:
 def stranger(answers: Sequence[str]) -> UsageError:
     for pattern, who, hint in STRANGERS:
         if any(pattern.search(text) for text in answers):
-            return UsageError("this is not PBS", because=who, hint=hint)
+            return UsageError("this is not PBS", cause=who, hint=hint, code=Code.PBS_NOT_INSTALLED)
     words = next((line for text in answers for line in text.strip().splitlines() if line.strip()), "")
     return UsageError(
         "PBS's commands are not here",
-        because=f"qstat --version: {words[:200] or 'no answer'}",
+        cause=f"qstat --version: {words[:200] or 'no answer'}",
         hint="run heliostat on a login node, or say `pbs: {via: user@login}` in the file",
+        code=Code.PBS_NOT_INSTALLED,
     )
 
 
@@ -167,16 +168,23 @@ def said(select: str | None, place: str | None, extra: Sequence[str]) -> Said:
             raise UsageError(
                 f"`{name}` is no option of qsub",
                 hint=f"{hint} {value}" if hint else "qsub has only short ones",
+                code=Code.PBS_INVALID_OPTION,
             )
         if word.startswith("-W") and "block=" in word:
-            raise UsageError("`-W block` is set by Heliostat", hint="heliostat run waits, --detach does not")
+            raise UsageError(
+                "`-W block` is set by Heliostat",
+                hint="heliostat run waits, --detach does not",
+                code=Code.SCHEDULER_INVALID_OPTION,
+            )
         if not word.startswith("-l"):
             rest.append(word)
             continue
         for item in word[2:].strip().split(","):
             name, sign, value = item.partition("=")
             if not sign:
-                raise UsageError(f"`-l {item}` is no resource", hint="-l name=value")
+                raise UsageError(
+                    f"`-l {item}` is no resource", hint="-l name=value", code=Code.PBS_INVALID_OPTION
+                )
             if name == "select":
                 select, nodes = value, None
             elif name == "nodes":
@@ -186,7 +194,11 @@ def said(select: str | None, place: str | None, extra: Sequence[str]) -> Said:
             elif name == "walltime":
                 walltime = value
             elif name in OF_A_CHUNK:
-                raise UsageError(f"`-l {name}` cannot stand beside a select", hint=OF_A_CHUNK[name])
+                raise UsageError(
+                    f"`-l {name}` cannot stand beside a select",
+                    hint=OF_A_CHUNK[name],
+                    code=Code.PBS_INVALID_SELECT,
+                )
             else:
                 rest.append(f"-l{item}")
     chunks = parse_nodes(nodes) if nodes else parse_select(select) if select else ()
@@ -201,7 +213,11 @@ def parse_select(text: str) -> tuple[str, ...]:
         if "=" in count:  # a chunk without a count is one
             count, rest = "1", part
         if not count.isdigit() or not 0 < int(count) <= 10_000:
-            raise UsageError(f"`select={text[:80]}` cannot be used", hint="select=4:ncpus=16:mem=64gb")
+            raise UsageError(
+                f"`select={text[:80]}` cannot be used",
+                hint="select=4:ncpus=16:mem=64gb",
+                code=Code.PBS_INVALID_SELECT,
+            )
         chunks += [rest] * int(count)
     return tuple(chunks)
 
@@ -213,7 +229,9 @@ def parse_nodes(text: str) -> tuple[str, ...]:
         match = re.fullmatch(r"(\d+)(?::ppn=(\d+))?", part)
         if not match:
             raise UsageError(
-                f"`nodes={text[:80]}` cannot be used", hint="-l nodes=2:ppn=4, or -l select=2:ncpus=4"
+                f"`nodes={text[:80]}` cannot be used",
+                hint="-l nodes=2:ppn=4, or -l select=2:ncpus=4",
+                code=Code.PBS_INVALID_SELECT,
             )
         chunks += [f"ncpus={match[2] or 1}"] * int(match[1])
     return tuple(chunks)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
 from heliostat.backends.base import Observation
+from heliostat.errors import Code
 from heliostat.states import NodeState
 
 N = NodeState
@@ -34,6 +37,39 @@ LONG_OPTIONS = frozenset((
     "switches", "test-only", "thread-spec", "threads-per-core", "time", "time-min", "tmp", "tres-bind", "tres-per-task",
     "uid", "usage", "use-min-nodes", "verbose", "version", "wait", "wait-all-nodes", "wckey", "wrap",
 ))  # fmt: skip
+
+# what sbatch prints when it rejects a job (slurm_strerror, and its own option parser); the first match counts
+REJECTIONS = tuple(
+    (re.compile(pattern, re.IGNORECASE), code)
+    for pattern, code in (
+        (r"unrecognized option|invalid option|option requires an argument", Code.SLURM_INVALID_OPTION),
+        (r"unable to contact slurm controller|socket timed out|unable to resolve", Code.SLURM_UNREACHABLE),
+        (r"accounting/qos policy|qos policy|submit limit", Code.SLURM_JOB_LIMIT),
+        (r"invalid partition", Code.SLURM_INVALID_PARTITION),
+        (r"partition not available|partition configuration not available", Code.SLURM_PARTITION_DOWN),
+        (r"reservation", Code.SLURM_INVALID_RESERVATION),
+        (r"group not permitted|access/permission denied|access denied", Code.SLURM_ACCESS_DENIED),
+        (r"account", Code.SLURM_INVALID_ACCOUNT),
+        (r"time limit", Code.SLURM_TIME_LIMIT),
+        (r"node count", Code.SLURM_NODE_COUNT),
+        (r"generic resource|\bgres\b|trestype", Code.SLURM_INVALID_GRES),
+        (r"feature specification", Code.SLURM_INVALID_FEATURE),
+        (
+            r"node configuration|memory specification|more processors|invalid node name",
+            Code.SLURM_NODE_CONFIGURATION,
+        ),
+        (r"\bqos\b", Code.SLURM_INVALID_QOS),
+        (r"\barray\b", Code.SLURM_ARRAY),
+    )
+)
+HINTS = {
+    Code.SLURM_JOB_LIMIT: "you have as many jobs as your account or QOS allows: squeue --me; sacctmgr show qos",
+    Code.SLURM_ARRAY: "one `heliostat join` a task, instead of an array",
+    Code.SLURM_INVALID_GRES: "sinfo -o '%P %G' lists the GPUs and other GRES of each partition",
+    Code.SLURM_INVALID_FEATURE: "sinfo -o '%P %f' lists the features of each partition",
+    Code.SLURM_INVALID_RESERVATION: "scontrol show reservation",
+    Code.SLURM_PARTITION_DOWN: "sinfo -o '%P %a' lists the partitions that are up",
+}
 
 # reasons with which a job waits for ever: it is withdrawn, and the person told what would fit
 NEVER = {
@@ -77,6 +113,11 @@ ENDED = {
     "DEADLINE": "its deadline has passed",
     "BOOT_FAIL": "its machines did not boot",
 }
+
+
+def rejection(text: str) -> Code:
+    """The code for what sbatch printed."""
+    return next((code for pattern, code in REJECTIONS if pattern.search(text)), Code.SLURM_REJECTED)
 
 
 def observation(state: str, reason: str, start: str = "", place: str = "") -> Observation:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from heliostat.errors import HeliostatError
+from heliostat.errors import Code, HeliostatError
 from heliostat.states import NodeState
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class Check:
     verdict: str  # "ok", "warn" or "fail"
     found: str
     hint: str = ""
-    more: str = ""  # what the hint speaks of, where that is a whole file
+    attachment: str = ""  # a whole file that the hint refers to
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class Question:
         *,
         bad: str | None = None,
         hint: str | None = None,
-        more: str = "",
+        attachment: str = "",
         **fields: Any,
     ) -> Check:
         """`bad`, `hint`: in place of ours, where the answer itself knows better."""
@@ -136,7 +136,7 @@ class Question:
         if good:
             return Check(name, "ok", found)
         said = self.hint.format(**fields) if hint is None else hint
-        return Check(name, bad or self.bad, found, said, more)
+        return Check(name, bad or self.bad, found, said, attachment)
 
 
 _MISSING = 'for p; do command -v -- "$p" >/dev/null 2>&1 || printf "%s\\n" "$p"; done'
@@ -147,7 +147,12 @@ def require_programs(programs: Sequence[str], hint: str, host: Transport) -> Non
     missing = host.run(["sh", "-c", _MISSING, "sh", *programs], timeout=FIND_S).out.split()
     if missing:
         names = ", ".join(f"`{name}`" for name in missing)
-        raise HeliostatError("a program that is needed is missing", because=f"not found: {names}", hint=hint)
+        raise HeliostatError(
+            "a program that is needed is missing",
+            cause=f"not found: {names}",
+            hint=hint,
+            code=Code.PROGRAM_NOT_FOUND,
+        )
 
 
 def by_name(*asked: Question) -> dict[str, Question]:
@@ -215,7 +220,7 @@ class Backend(Protocol):
         ...
 
     def cancel(self, handles: Sequence[Handle], host: Transport, *, now: bool = False) -> None:
-        """Idempotent; returns when they are gone. Raises HeliostatError when something could not be stopped; PartlyDone
+        """Idempotent; returns when they are gone. Raises HeliostatError when something could not be stopped; PartialFailure
         with `now` when machines that cannot be reached are given up."""
         ...
 

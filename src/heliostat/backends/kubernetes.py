@@ -31,7 +31,7 @@ from heliostat.backends.base import (
     Step,
     Told,
 )
-from heliostat.errors import DeadlineError, HeliostatError, NotFoundError, Refused, UsageError
+from heliostat.errors import Code, DeadlineError, HeliostatError, NotFoundError, Refused, UsageError
 from heliostat.states import NodeState
 from heliostat.transport import Completed
 
@@ -122,8 +122,9 @@ class Kubernetes:
             if made["metadata"].get("labels", {}).get(kube.LABEL) != mark:
                 raise HeliostatError(
                     f"the name `{name}` is in use in the namespace `{namespace}`",
-                    because=error.because,
+                    cause=error.cause,
                     hint="choose another with --name, or another namespace",
+                    code=Code.KUBERNETES_CONFLICT,
                 ) from None
         handle = _handle(api, namespace, made, plan.steps[0].nodes)
         if kind == "RayJob" and order.spec.time:  # by our own clock: the server's may differ
@@ -338,9 +339,10 @@ class Kubernetes:
                 raise
             raise NotFoundError(
                 f"`{handle.native_id}` is not there any more",
-                because="somebody has deleted it"
+                cause="somebody has deleted it"
                 + (f", and another {handle.detail['object']} has its name" if uid else ""),
                 hint="heliostat ls",
+                code=Code.NOT_FOUND_CLUSTER,
             ) from None
         finally:
             cluster.stale()
@@ -457,9 +459,10 @@ def _still_there(
         hint = f"heliostat down {name} --now"
     return DeadlineError(
         f"`{handle.native_id}` could not be deleted whole",
-        because=f"still there after {END_S:.0f} s: {', '.join(left)}"
+        cause=f"still there after {END_S:.0f} s: {', '.join(left)}"
         + (f"; finalizers: {', '.join(held)}" if held else ""),
         hint=hint,
+        code=Code.KUBERNETES_OBJECTS_LEFT,
     )
 
 

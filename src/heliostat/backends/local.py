@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from heliostat.backends.base import RUN_S, Check, File, Handle, Observation, Order, Plan, Question, Step
-from heliostat.errors import HeliostatError, UsageError
+from heliostat.errors import Code, HeliostatError, UsageError
 from heliostat.ownership import require_safe
 from heliostat.script import by_shell
 from heliostat.states import NodeState
@@ -62,7 +62,7 @@ class Local:
         if (spec.hosts or spec.head.host) and "on" not in spec.model_fields_set:
             raise UsageError(
                 "`hosts` has no meaning on `local`",
-                because="the nodes are all on this computer, and the file names no site",
+                cause="the nodes are all on this computer, and the file names no site",
                 hint="on: ssh",
             )
         comment = f"heliostat: one node of `{spec.cluster_name}` on this computer; its config comes on standard input"
@@ -73,7 +73,7 @@ class Local:
         if len(everybody) > MOST_NODES:
             raise UsageError(
                 f"{len(everybody)} nodes are too many for one computer",
-                because=f"each is a Ray node of about ten processes; {MOST_NODES} are the most",
+                cause=f"each is a Ray node of about ten processes; {MOST_NODES} are the most",
                 hint="--nodes 4",
             )
         steps = []
@@ -149,8 +149,9 @@ class Local:
             left = ", ".join(map(str, answer.get("left", []))) or "unknown"
             raise HeliostatError(
                 "some processes could not be stopped",
-                because=f"still there: {left}" if "left" in answer else done.err.strip()[-300:],
-                saw=done.saw(),
+                cause=f"still there: {left}" if "left" in answer else done.err.strip()[-300:],
+                details=done.saw(),
+                code=Code.LOCAL_PROCESSES_LEFT,
             )
 
     def execute(self, node: str, handle: Handle, argv: Sequence[str], host: Transport) -> Completed:

@@ -16,7 +16,7 @@ from heliostat.backends import _batch, _pbs_words
 from heliostat.backends._batch import OBSERVE_S
 from heliostat.backends._pbs_words import REFUSALS, Said, observation
 from heliostat.backends.base import Check, File, Handle, Observation, Order, Plan, Question, Step, by_name
-from heliostat.errors import HeliostatError, UsageError
+from heliostat.errors import Code, HeliostatError, UsageError
 from heliostat.states import NodeState
 from heliostat.units import count, format_duration
 
@@ -189,7 +189,9 @@ class Pbs(_batch.Batch):
         facts = self.survey(None, host)
         if "bin" not in facts:
             raise HeliostatError(
-                "PBS does not list its jobs", because="its commands do not answer on this machine"
+                "PBS does not list its jobs",
+                cause="its commands do not answer on this machine",
+                code=Code.PBS_NOT_INSTALLED,
             )
         return self._strays(mark, {"bin": facts["bin"], "dialect": facts.get("dialect", "pbs")}, host)
 
@@ -197,7 +199,7 @@ class Pbs(_batch.Batch):
         argv = ["sh", "-c", _MINE, "sh", place["bin"]]
         done = _batch.retry(lambda: _batch.ask(host, argv), PASSING)
         if done.code and not done.out.strip():
-            raise _batch.refused(done, "PBS does not list its jobs")
+            raise _batch.refused(done, "PBS does not list its jobs", Code.PBS_UNREACHABLE)
         found = []
         for head, text in _sections(done.out):
             for job, about in _jobs(text).items():
@@ -223,7 +225,7 @@ class Pbs(_batch.Batch):
             done = host.run(["sh", "-c", _ASK_TORQUE if torque else _ASK, qstat, *ids], timeout=OBSERVE_S)
             answers, silent = _sections(done.out), done.err.strip()
         except HeliostatError as error:
-            silent = error.because or error.what
+            silent = error.cause or error.message
         seen: dict[str, Observation] = {}
         for head, text in answers:
             code, _, job = head.partition(" ")
@@ -257,13 +259,15 @@ def _asked(order: Order) -> Said:
         raise UsageError(
             f"the group `{name}` has {count(groups[name].nodes, 'node')}, its select {len(asked.chunks)}",
             hint="one chunk for all of them, or one for each",
+            code=Code.PBS_INVALID_SELECT,
         )
     place = asked.place or ("scatter:excl" if options.exclusive else "scatter")
     if len(order.members) > 1 and "scatter" not in place:
         raise UsageError(
             f"`place={place}` cannot be used",
-            because="there is one Ray node a host",
+            cause="there is one Ray node a host",
             hint="-l place=scatter:excl",
+            code=Code.PBS_INVALID_SELECT,
         )
     return Said(asked.chunks, place, asked.walltime, asked.rest)
 
@@ -274,7 +278,11 @@ def _walltime(asked: Said) -> int | None:
         return None
     found = _pbs_words.seconds(asked.walltime)
     if not found:
-        raise UsageError(f"`-l walltime={asked.walltime}` cannot be used", hint="-l walltime=HH:MM:SS")
+        raise UsageError(
+            f"`-l walltime={asked.walltime}` cannot be used",
+            hint="-l walltime=HH:MM:SS",
+            code=Code.PBS_INVALID_OPTION,
+        )
     return found
 
 
@@ -368,24 +376,30 @@ def check_fits(order: Order, limit: int | None, default: bool = False) -> int | 
     if not known or wanted is None or "@" in wanted or wanted.startswith("R"):
         return None  # R123 is a reservation
     if wanted not in known:
-        raise UsageError(f"there is no queue `{wanted}`", because=f"queues here: {', '.join(known)}")
+        raise UsageError(
+            f"there is no queue `{wanted}`",
+            cause=f"queues here: {', '.join(known)}",
+            code=Code.PBS_INVALID_QUEUE,
+        )
     entry, others = known[wanted], [name for name, e in known.items() if e["enabled"]]
     if not entry["enabled"]:
         hint = f"queues that do: {', '.join(others)}"
-        raise UsageError(f"the queue `{wanted}` takes no jobs now", hint=hint)
+        raise UsageError(f"the queue `{wanted}` takes no jobs now", hint=hint, code=Code.PBS_QUEUE_DISABLED)
     if entry["route"]:
         return None
     if isinstance(entry["nodes"], int) and len(order.members) > entry["nodes"]:
         raise UsageError(
             f"the queue `{wanted}` lets one job have {count(entry['nodes'], 'node')}, {len(order.members)} are asked for",
             hint=f"--nodes {entry['nodes']}",
+            code=Code.PBS_NODE_COUNT,
         )
     most: int | None = entry["time_s"]
     if limit is not None and most is not None and limit > most:
         raise UsageError(
             f"the queue `{wanted}` lets a job run {format_duration(most)} at most",
-            because=f"{format_duration(limit)} are asked for",
+            cause=f"{format_duration(limit)} are asked for",
             hint=f"--time {most // 60}m",
+            code=Code.PBS_TIME_LIMIT,
         )
     return entry["default_s"] or most if default else most
 
@@ -440,7 +454,7 @@ def _answer(code: int, text: str, torque: bool) -> Observation:
 
 def _explained(done: Completed, order: Order) -> HeliostatError:
     """qsub's refusal in words, with what would have worked."""
-    means, hint = REFUSALS.get(done.code, ("", ""))
+    code, means, hint = REFUSALS.get(done.code, (Code.PBS_REJECTED, "", ""))
     unknown = re.search(r"Unknown resource:? *(\S+)", done.err)
     if done.code == 170 and order.facts.get("queues"):
         hint = f"queues here: {', '.join(order.facts['queues'])}"
@@ -449,10 +463,11 @@ def _explained(done: Completed, order: Order) -> HeliostatError:
     elif unknown:
         hint = f"this site has no resource `{unknown[1]}`: qmgr -c 'list resource'"
     elif done.code == 2:
+        code = Code.PBS_INVALID_OPTION
         hint = "heliostat run --help; man qsub"
     what = f"PBS did not take the job of `{order.spec.cluster_name}`"
-    error = _batch.refused(done, what, hint or "heliostat up --dry-run shows the script")
-    error.because = f"{error.because} ({means})" if means and error.because else error.because or means
+    error = _batch.refused(done, what, code, hint or "heliostat up --dry-run shows the script")
+    error.cause = f"{error.cause} ({means})" if means and error.cause else error.cause or means
     return error
 
 
@@ -466,7 +481,7 @@ def checks(host: Transport) -> list[Check]:
     which, dialect = _pbs_words.kind([text for _, text in answers])
     if which < 0:
         who = _pbs_words.stranger([text for _, text in answers])
-        return [qstat.answer(False, f"{who.what}: {who.because}", hint=who.hint)]
+        return [qstat.answer(False, f"{who.message}: {who.cause}", hint=who.hint)]
     place = answers[which][0]
     found = [qstat.answer(True, f"{answers[which][1].strip().splitlines()[0]} in {place}")]
     for other, text in answers:

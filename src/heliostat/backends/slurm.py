@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from heliostat.backends import _batch
 from heliostat.backends._batch import DAY_S, OBSERVE_S
-from heliostat.backends._slurm_words import IN_TURN, LONG_OPTIONS, observation
+from heliostat.backends._slurm_words import HINTS, IN_TURN, LONG_OPTIONS, observation, rejection
 from heliostat.backends.base import Check, File, Handle, Observation, Order, Plan, Question, Step, by_name
-from heliostat.errors import HeliostatError, UsageError
+from heliostat.errors import Code, HeliostatError, UsageError
 from heliostat.script import by_shell
 from heliostat.states import NodeState
 from heliostat.units import count, format_duration
@@ -228,7 +228,7 @@ class Slurm(_batch.Batch):
         argv = ["squeue", "--me", "--noheader", "--format=%i|%k", *_where(place["clusters"])]
         done = _batch.retry(lambda: _batch.ask(host, argv), PASSING)
         if done.code:
-            raise _batch.refused(done, "SLURM does not list its jobs")
+            raise _batch.refused(done, "SLURM does not list its jobs", Code.SLURM_UNREACHABLE)
         lines = [line.strip().partition("|") for line in done.out.splitlines()]
         return [(job, comment) for job, _, comment in lines]
 
@@ -245,7 +245,7 @@ class Slurm(_batch.Batch):
             done = host.run(_squeue(handles, "--format=%i|%T|%r|%S|%P"), timeout=OBSERVE_S)
             silent = "" if not done.code or GONE_ID.search(done.err) else done.err.strip() or done.saw()
         except HeliostatError as error:
-            silent = error.because or error.what
+            silent = error.cause or error.message
         if silent:
             unknown = Observation(N.UNKNOWN, f"SLURM does not answer: {silent.splitlines()[-1]}")
             return {h.native_id: unknown for h in handles}
@@ -344,27 +344,35 @@ def check_fits(order: Order, limit: int | None) -> int | None:
     if wanted is None or "," in wanted:
         return None
     if wanted not in known:
-        raise UsageError(f"there is no partition `{wanted}`", because=f"partitions here: {', '.join(known)}")
+        raise UsageError(
+            f"there is no partition `{wanted}`",
+            cause=f"partitions here: {', '.join(known)}",
+            code=Code.SLURM_INVALID_PARTITION,
+        )
     entry = known[wanted]
     others = [name for name, e in known.items() if e["up"] and _most(e) >= len(order.members)]
     if not entry["up"]:
         raise UsageError(
-            f"the partition `{wanted}` is down", hint=f"partitions that are up: {', '.join(others)}"
+            f"the partition `{wanted}` is down",
+            hint=f"partitions that are up: {', '.join(others)}",
+            code=Code.SLURM_PARTITION_DOWN,
         )
     if len(order.members) > _most(entry):
         lets = "has" if _most(entry) == entry["nodes"] else "lets one job have"
         raise UsageError(
             f"the partition `{wanted}` {lets} {count(_most(entry), 'node')}, {len(order.members)} are asked for",
-            because="; ".join(entry["kinds"]),
+            cause="; ".join(entry["kinds"]),
             hint=f"--nodes {_most(entry)}" + (f", or --partition={others[0]}" if others else ""),
+            code=Code.SLURM_NODE_COUNT,
         )
     most: int | None = entry["time_s"]
     if limit is not None and most is not None and limit > most:
         longer = [n for n in others if (known[n]["time_s"] or limit) >= limit]
         raise UsageError(
             f"the partition `{wanted}` lets a job run {format_duration(most)} at most",
-            because=f"{format_duration(limit)} are asked for",
+            cause=f"{format_duration(limit)} are asked for",
             hint=f"--time {most // 60}m" + (f", or --partition={longer[0]}" if longer else ""),
+            code=Code.SLURM_TIME_LIMIT,
         )
     return most
 
@@ -413,37 +421,34 @@ def _squeue(handles: Sequence[Handle], *more: str) -> list[str]:
     return ["squeue", "--noheader", "--states=all", *_where(_of(handles)), f"--jobs={jobs}", *more]
 
 
-def _explained(done: object, order: Order, host: Transport) -> HeliostatError:
-    """sbatch's refusal, with what would have worked."""
-    from heliostat.transport import Completed
+def _explained(done: Completed, order: Order, host: Transport) -> HeliostatError:
+    """The error for a job that sbatch rejected, with a hint to what the site accepts."""
+    code = rejection(done.err)
+    message = f"SLURM did not take the job of `{order.spec.cluster_name}`"
+    return _batch.refused(done, message, code, _hint(code, order, host))
 
-    assert isinstance(done, Completed)
-    text = done.err.lower()
-    hint = "heliostat up --dry-run shows the script"
-    if "invalid partition" in text:
-        hint = f"partitions here: {_names(host, ['sinfo', '--noheader', '--format=%R'])}"
-    elif "account" in text:
-        hint = f"your accounts: {_names(host, ['sacctmgr', '--noheader', '--parsable2', 'show', 'associations', 'format=account', 'where', 'user=' + _me(host)])}"
-    elif "time limit" in text:
-        hint = f"limits: {_names(host, ['sinfo', '--noheader', '--format=%R %l'])}"
-    elif "node configuration" in text or "node count" in text:
+
+def _hint(code: Code, order: Order, host: Transport) -> str:
+    sacctmgr = ["sacctmgr", "--noheader", "--parsable2", "show"]
+    if code is Code.SLURM_INVALID_PARTITION:
+        return f"partitions here: {_names(host, ['sinfo', '--noheader', '--format=%R'])}"
+    if code is Code.SLURM_INVALID_ACCOUNT:
+        argv = [*sacctmgr, "associations", "format=account", "where", f"user={_me(host)}"]
+        return f"your accounts: {_names(host, argv)}"
+    if code is Code.SLURM_TIME_LIMIT:
+        return f"limits: {_names(host, ['sinfo', '--noheader', '--format=%R %l'])}"
+    if code in (Code.SLURM_NODE_CONFIGURATION, Code.SLURM_NODE_COUNT):
         wanted, known = _partition(order.options), order.facts.get("partitions") or {}
         entries = {n: e for n, e in known.items() if n == wanted or (wanted is None and e["default"])}
-        hint = (
-            "; ".join(f"`{n}` has {', '.join(e['kinds'])}" for n, e in entries.items())
-            or "sinfo -o '%P %D %c %m %G'"
-        )
-    elif "unrecognized option" in text or "invalid option" in text:
-        said = next(iter(order.options.extra), "").partition("=")[0]
-        near = difflib.get_close_matches(said, [*SBATCH, *OWNED, *FLAGS], n=1)
-        hint = f"did you mean `{near[0]}`?" if near else "heliostat run --help; sbatch --help"
-    elif "qos policy" in text or "submit limit" in text:
-        hint = "you have as many jobs as your account or QOS allows: squeue --me; sacctmgr show qos"
-    elif "qos" in text:
-        hint = f"QOS here: {_names(host, ['sacctmgr', '--noheader', '--parsable2', 'show', 'qos', 'format=name'])}"
-    elif "array" in text:
-        hint = "one `heliostat join` a task, instead of an array"
-    return _batch.refused(done, f"SLURM did not take the job of `{order.spec.cluster_name}`", hint)
+        kinds = "; ".join(f"`{n}` has {', '.join(e['kinds'])}" for n, e in entries.items())
+        return kinds or "sinfo -o '%P %D %c %m %G'"
+    if code is Code.SLURM_INVALID_OPTION:
+        given = next(iter(order.options.extra), "").partition("=")[0]
+        near = difflib.get_close_matches(given, [*SBATCH, *OWNED, *FLAGS], n=1)
+        return f"did you mean `{near[0]}`?" if near else "heliostat run --help; sbatch --help"
+    if code is Code.SLURM_INVALID_QOS:
+        return f"QOS here: {_names(host, [*sacctmgr, 'qos', 'format=name'])}"
+    return HINTS.get(code, "heliostat up --dry-run shows the script")
 
 
 def _me(host: Transport) -> str:

@@ -25,7 +25,7 @@ from heliostat.backends.base import (
     by_name,
     require_programs,
 )
-from heliostat.errors import HeliostatError, PartlyDone, UsageError
+from heliostat.errors import Code, HeliostatError, PartialFailure, UsageError
 from heliostat.mirror import PLACE, UNSAFE, pack
 from heliostat.script import SAFE
 from heliostat.ssh import far
@@ -186,17 +186,19 @@ class OverSsh:
         failed = [one for one in at_once(lambda handle: _stop(handle, now), handles) if one]
         if not failed:
             return
-        because = "; ".join(words for words, _ in failed)[:400]
+        cause = "; ".join(words for words, _ in failed)[:400]
         if now and not any(reached for _, reached in failed):
-            raise PartlyDone(
+            raise PartialFailure(
                 "some hosts could not be reached, and are given up",
-                because=because,
+                cause=cause,
                 hint="what runs there ends by itself when it does not hear its head any more",
+                code=Code.SSH_HOSTS_LEFT,
             )
         raise HeliostatError(
             "some hosts could not be told to stop",
-            because=because,
+            cause=cause,
             hint="the same command again, when they can be reached; --now gives them up",
+            code=Code.SSH_HOSTS_LEFT,
         )
 
     def execute(self, node: str, handle: Handle, argv: Sequence[str], host: Transport) -> Completed:
@@ -263,7 +265,7 @@ def _start(order: Order, step: Step, texts: Mapping[str, bytes], head: Mapping[s
         done = far(detail["ssh"]).run(argv, input=pack(files), timeout=START_S + 30)
         answer = json.loads(done.out.strip().splitlines()[-1])
     except HeliostatError as error:
-        refused = f"{error.because or error.what}; {error.hint}"
+        refused = f"{error.cause or error.message}; {error.hint}"
         return Handle(f"{node}.none", step.nodes, {**detail, "refused": refused})
     except (ValueError, IndexError):
         lines = [line.strip() for line in done.err.splitlines() if line.strip() and "tar: E" not in line]
@@ -331,7 +333,7 @@ def _ask(handle: Handle) -> Observation:
         started, _, words = done.out.partition("\n")
         said = json.loads(words) if words.strip() else {}
     except HeliostatError as error:
-        return Observation(N.UNKNOWN, f"{error.what}: {error.because}")
+        return Observation(N.UNKNOWN, f"{error.message}: {error.cause}")
     except ValueError:
         return Observation(N.UNKNOWN, f"a strange answer: {done.out[:100]}")
     lives = started == detail["start"]
@@ -352,7 +354,7 @@ def _stop(handle: Handle, now: bool) -> tuple[str, bool] | None:
         )
         answer = json.loads(done.out)
     except HeliostatError as error:
-        return f"{handle.nodes[0]}: {error.because or error.what}", False
+        return f"{handle.nodes[0]}: {error.cause or error.message}", False
     except ValueError:
         return f"{handle.nodes[0]}: {done.err.strip()[-200:]}", True
     return None if answer.get("ok") else (f"{handle.nodes[0]}: still there: {answer.get('left')}", True)

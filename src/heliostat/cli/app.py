@@ -19,7 +19,7 @@ import click
 from heliostat._version import __version__
 from heliostat.cli.options import common
 from heliostat.cli.output import Output
-from heliostat.errors import HeliostatError, Interrupted, UsageError, printable
+from heliostat.errors import Code, HeliostatError, Interrupted, UsageError, printable
 
 # verb -> what it does, in the order of a day's work; a verb's file has its name
 VERBS = {
@@ -72,7 +72,7 @@ class Verbs(click.Group):
         if args and args[0] not in VERBS and not args[0].startswith("-"):
             near = difflib.get_close_matches(args[0], VERBS, n=1)
             hint = f"heliostat {near[0]}" if near else "heliostat --help"
-            raise UsageError(f"there is no verb `{args[0]}`", hint=hint)
+            raise UsageError(f"there is no verb `{args[0]}`", hint=hint, code=Code.USAGE_UNKNOWN_COMMAND)
         return super().resolve_command(ctx, args)
 
 
@@ -143,7 +143,7 @@ def _usage(error: click.UsageError) -> UsageError:
         known = [name for option in error.ctx.command.params for name in option.opts] if error.ctx else []
         near = difflib.get_close_matches(error.option_name, known, n=1)
         hint = f"did you mean `{near[0]}`?" if near else f"{path} --help"
-        return UsageError(words, hint=hint)
+        return UsageError(words, hint=hint, code=Code.USAGE_UNKNOWN_OPTION)
     return UsageError(words, hint=f"{path} --help")
 
 
@@ -166,7 +166,8 @@ def _defect(error: Exception, debug: bool) -> HeliostatError:
         pass
     return HeliostatError(
         "heliostat itself failed",
-        because=f"{type(error).__name__}: {error}"[:300],
-        saw=place,
+        cause=f"{type(error).__name__}: {error}"[:300],
+        details=place,
         hint="the same command with --debug",
+        code=Code.INTERNAL,
     )

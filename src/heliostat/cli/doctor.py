@@ -27,7 +27,8 @@ def command(out: Output, /, what: str | None, on: str | None) -> int:
     worst = 1 if any(check.verdict == "fail" for check in checks) else 0
     if out.json:
         rows = [
-            {key: value for key, value in vars(check).items() if key != "more" or value} for check in checks
+            {key: value for key, value in vars(check).items() if key != "attachment" or value}
+            for check in checks
         ]
         out.document({"checks": rows, "ok": not worst})
         return worst
@@ -35,6 +36,6 @@ def command(out: Output, /, what: str | None, on: str | None) -> int:
         out.data(f"{out.colour(check.verdict, check.verdict, None):<4}  {check.name}: {check.found}")
         if check.hint and check.verdict != "ok":
             out.data(f"      hint: {check.hint}")
-            if check.more:
-                out.data(f"\n{check.more}\n")
+            if check.attachment:
+                out.data(f"\n{check.attachment}\n")
     return worst

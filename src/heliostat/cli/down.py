@@ -8,7 +8,7 @@ import click
 
 from heliostat.cli.options import CLUSTER, common
 from heliostat.cli.output import Output
-from heliostat.errors import HeliostatError, NotFoundError, PartlyDone, UsageError
+from heliostat.errors import Code, HeliostatError, NotFoundError, PartialFailure, UsageError
 from heliostat.lifecycle import Lifecycle
 from heliostat.units import count
 
@@ -46,7 +46,7 @@ def command(
     if not names and not every:
         raise UsageError(
             "which cluster?",
-            because=f"clusters here: {', '.join(life.store.names()) or 'none'}",
+            cause=f"clusters here: {', '.join(life.store.names()) or 'none'}",
             hint="heliostat down NAME",
         )
     if dry_run:
@@ -76,9 +76,9 @@ def command(
     if out.json and not failed:
         return out.document({"down": done})
     if failed:
-        raise PartlyDone(
+        raise PartialFailure(
             f"{len(failed)} of {len(names)} clusters could not be ended",
-            because="; ".join(f"{name}: {error.what}" for name, error in failed),
+            cause="; ".join(f"{name}: {error.message}" for name, error in failed),
             hint=f"heliostat doctor {failed[0][0]}",
             exit_code=3 if done else failed[0][1].exit_code,
         )
@@ -94,7 +94,9 @@ def find(life: Lifecycle, file: str, site: str) -> str:
     name = spec.cluster_name
     if life.store.find(name) is None and life.adopt(spec) is None and life.store.last_past(name) is None:
         raise NotFoundError(
-            f"no cluster `{name}` runs on the machines of `{file}`", hint="heliostat ls --all"
+            f"no cluster `{name}` runs on the machines of `{file}`",
+            hint="heliostat ls --all",
+            code=Code.NOT_FOUND_CLUSTER,
         )
     return name
 

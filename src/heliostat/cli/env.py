@@ -6,7 +6,7 @@ import click
 
 from heliostat.cli.options import CLUSTER, common
 from heliostat.cli.output import Output
-from heliostat.errors import HeliostatError, UsageError
+from heliostat.errors import Code, HeliostatError, UsageError
 from heliostat.lifecycle import Lifecycle
 from heliostat.script import CONNECTION_VARIABLES, export, unset
 
@@ -34,5 +34,6 @@ def command(out: Output, /, cluster: str | None, forget: bool) -> None:
         raise HeliostatError(
             f"`{cluster}` is {view.state}, so there is nothing to connect to",
             hint=f"heliostat status {cluster}",
+            code=Code.CLUSTER_NOT_READY,
         )
     out.document({"env": env}) if out.json else out.exact(export(env))

@@ -12,7 +12,7 @@ import click
 
 from heliostat.cli.options import common, refuse_options
 from heliostat.cli.output import Output, table
-from heliostat.errors import HeliostatError, UsageError
+from heliostat.errors import DiskError, UsageError, disk_code
 from heliostat.lifecycle import Lifecycle
 from heliostat.store import Record
 from heliostat.units import count, format_bytes, format_duration, parse_bytes, parse_duration
@@ -196,7 +196,9 @@ def write_csv(out: Output, rows: list[dict[str, Any]], path: Path) -> None:
     try:
         path.write_text(text.getvalue(), encoding="utf-8", newline="")
     except OSError as error:
-        raise HeliostatError(f"could not write `{path}`", because=error.strerror or str(error)) from None
+        raise DiskError(
+            f"could not write `{path}`", cause=error.strerror or str(error), code=disk_code(error)
+        ) from None
     out.document({"csv": str(path), "rows": len(rows)}) if out.json else out.say(
         f"{len(rows)} rows in {path}"
     )

@@ -8,7 +8,7 @@ import click
 
 from heliostat.cli.options import common
 from heliostat.cli.output import Output
-from heliostat.errors import HeliostatError, UsageError
+from heliostat.errors import DiskError, UsageError, disk_code
 
 
 @click.command()
@@ -25,7 +25,7 @@ def command(out: Output, /, on: str | None, force: bool) -> None:
     path = Path.cwd() / config.FILE
     if path.exists() and not force:
         raise UsageError(
-            f"there is a `{config.FILE}` here already", saw=str(path), hint="heliostat init --force"
+            f"there is a `{config.FILE}` here already", details=str(path), hint="heliostat init --force"
         )
     found = inventory.look(Local(), Path.home())
     site = inventory.choose(found, on)
@@ -34,7 +34,9 @@ def command(out: Output, /, on: str | None, force: bool) -> None:
         with open(path, "w" if force else "x") as stream:
             stream.write(text)
     except OSError as error:
-        raise HeliostatError(f"could not write `{path}`", because=error.strerror or str(error)) from None
+        raise DiskError(
+            f"could not write `{path}`", cause=error.strerror or str(error), code=disk_code(error)
+        ) from None
     name = config.load(backends.names(), file=path, environ={}).spec.cluster_name
     first = {
         "ssh": ("make Ray ready on every host", "heliostat setup"),

@@ -61,7 +61,7 @@ def command(
         if work or native_options():
             raise UsageError(
                 f"`{(native_options() or work)[0]}` cannot be used with `--host`",
-                because="a machine joins without a script",
+                cause="a machine joins without a script",
                 hint=f"heliostat join {name} --host {hosts[0]}, then heliostat run --cluster {name} SCRIPT.py",
             )
         add_hosts(out, life, name, hosts)

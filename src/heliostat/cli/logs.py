@@ -13,7 +13,7 @@ import click
 from heliostat import backends
 from heliostat.cli.options import CLUSTER, common
 from heliostat.cli.output import Output, as_json
-from heliostat.errors import NotFoundError, printable
+from heliostat.errors import Code, NotFoundError, printable
 from heliostat.joboutput import OwnOutput
 from heliostat.jobs import Jobs
 from heliostat.lifecycle import Lifecycle
@@ -106,8 +106,9 @@ def show(sink: Sink, life: Lifecycle, folder: ClusterFolder, what: str) -> None:
             gone = "" if folder.logs.exists() else "its logs were removed: the history has a size limit"
             raise NotFoundError(
                 f"there is no job or node `{what}` in what is kept of `{record.name}`",
-                because=gone,
-                saw=str(folder.logs),
+                cause=gone,
+                details=str(folder.logs),
+                code=Code.NOT_FOUND_JOB,
             )
         ran = next((job.get("ran") for job in record.jobs if job["id"] == what), None)
         copy(sink, "out", kept[0], OwnOutput(what, ran))
@@ -118,8 +119,9 @@ def show(sink: Sink, life: Lifecycle, folder: ClusterFolder, what: str) -> None:
         except NotFoundError:
             raise NotFoundError(
                 f"there is no job or node `{what}` on `{record.name}`",
-                because=f"its nodes: {', '.join(record.nodes)}",
+                cause=f"its nodes: {', '.join(record.nodes)}",
                 hint=f"heliostat jobs {record.name}",
+                code=Code.NOT_FOUND_JOB,
             ) from None
 
 

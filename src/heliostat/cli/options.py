@@ -11,7 +11,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from heliostat.cli.native import native_options
-from heliostat.errors import HeliostatError, UsageError
+from heliostat.errors import Code, HeliostatError, UsageError
 
 if TYPE_CHECKING:
     from heliostat.config import Config
@@ -134,17 +134,17 @@ def _limit(text: str) -> int:
     try:
         seconds = parse_walltime(text)
     except ValueError as error:
-        raise UsageError("`--wait-timeout` cannot be used", because=str(error)) from None
+        raise UsageError("`--wait-timeout` cannot be used", cause=str(error)) from None
     if seconds <= 0:
-        raise UsageError("`--wait-timeout` cannot be used", because=f"`{text}` is no time at all")
+        raise UsageError("`--wait-timeout` cannot be used", cause=f"`{text}` is no time at all")
     return seconds
 
 
-def refuse_wait_timeout(given: float | None, beside: str, because: str) -> None:
+def refuse_wait_timeout(given: float | None, beside: str, cause: str) -> None:
     """For a command that does not wait."""
     if given is not None:
         raise UsageError(
-            f"`--wait-timeout` cannot be used with `{beside}`", because=because, hint="keep one of them"
+            f"`--wait-timeout` cannot be used with `{beside}`", cause=cause, hint="keep one of them"
         )
 
 
@@ -187,8 +187,9 @@ def read_config(values: dict[str, Any], file: Path | None, *, base: dict[str, An
         )
         raise UsageError(
             f"no such option: `{native[0]}`",
-            because=f"`{site}` has no scheduler to pass it to",
+            cause=f"`{site}` has no scheduler to pass it to",
             hint=f"did you mean `{near[0]}`?" if near else usage,
+            code=Code.USAGE_UNKNOWN_OPTION,
         )
     _check_spelling(native, site)
     return load(**{f"{site}.extra": [*found.spec.sites.get(site, {}).get("extra", []), *native]})
@@ -210,18 +211,19 @@ def _check_spelling(native: Sequence[str], site: str) -> None:
         if near and not name.startswith(f"{near[0]}-"):
             raise UsageError(
                 f"no such option: `{name}`",
-                because=f"neither heliostat nor the scheduler of `{site}` is known to have it",
+                cause=f"neither heliostat nor the scheduler of `{site}` is known to have it",
                 hint=f"did you mean `{near[0]}`? else {site}: {{extra: ['{name}=…']}} in the file",
+                code=Code.USAGE_UNKNOWN_OPTION,
             )
 
 
-def refuse_options(values: Mapping[str, Any], with_what: str, because: str, hint: str) -> None:
+def refuse_options(values: Mapping[str, Any], with_what: str, cause: str, hint: str) -> None:
     """Raises UsageError when one of these options was given: the command could only ignore it."""
     given = [f"--{key.replace('_', '-')}" for key, value in values.items() if value not in (None, (), False)]
     if given:
         raise UsageError(
             f"{', '.join(f'`{name}`' for name in given)} cannot be used with {with_what}",
-            because=because,
+            cause=cause,
             hint=hint,
         )
 
@@ -229,7 +231,7 @@ def refuse_options(values: Mapping[str, Any], with_what: str, because: str, hint
 def _demand(most: int, least: int | None) -> dict[str, int]:
     """On the command line the head counts; in the file `autoscale` counts workers."""
     if most < 2:
-        raise UsageError(f"`--max-nodes {most}` leaves no node to come", because="the head is one of them")
+        raise UsageError(f"`--max-nodes {most}` leaves no node to come", cause="the head is one of them")
     if least is not None and not 1 <= least <= most:
         raise UsageError(f"`--min-nodes {least}` is not between 1 and `--max-nodes {most}`")
     return {"autoscale.max": most - 1, **({} if least is None else {"autoscale.min": least - 1})}

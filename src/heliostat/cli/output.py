@@ -8,12 +8,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from heliostat.errors import HeliostatError, printable
+from heliostat.errors import JSON_SCHEMA, HeliostatError, printable
 
 if TYPE_CHECKING:
     from heliostat.events import Event
@@ -107,7 +108,7 @@ class Output:
             raise
 
     def document(self, value: dict[str, Any]) -> None:
-        self._write(as_json({"schema": 1, **value}, indent=2))
+        self._write(as_json({"schema": JSON_SCHEMA, **value}, indent=2))
 
     def flush(self) -> None:
         self._clear()
@@ -118,13 +119,11 @@ class Output:
         if self.json:
             self.document({"error": error.fields()})
         else:
-            for name in ("error", "because", "saw", "hint"):
-                text = error.what if name == "error" else getattr(error, name)
-                if text:
-                    one_line = " ".join(str(text).split())
-                    self._talk(f"{self.colour(name + ':', name)} {one_line}\n")
-            if error.more:
-                self._talk(f"\n{error.more.rstrip()}\n")
+            for label, text in _lines(error):
+                indent = "" if label == "error" else "  "
+                self._talk(f"{indent}{self.colour(label + ':', label)} {text}\n")
+            if error.attachment:
+                self._talk(f"\n{error.attachment.rstrip()}\n")
         return error.exit_code
 
     # -- events
@@ -167,6 +166,19 @@ class Output:
         if self._line:
             self._talk("", "\r\x1b[K")
             self._line = ""
+
+
+def _lines(error: HeliostatError) -> list[tuple[str, str]]:
+    """The label and text of each line. A cause or details that an earlier line already contains are left out."""
+    lines: list[tuple[str, str]] = []
+    for label in ("error", "cause", "details", "hint"):
+        text = " ".join((error.message if label == "error" else getattr(error, label)).split())
+        repeated = label != "hint" and any(
+            re.search(rf"(?<!\w){re.escape(text)}(?!\w)", earlier) for _, earlier in lines
+        )
+        if text and not repeated:
+            lines.append((label, text))
+    return lines
 
 
 def as_json(value: Any, indent: int | None = None) -> str:

@@ -23,7 +23,7 @@ from heliostat.cli.options import (
     wait_timeout,
 )
 from heliostat.cli.output import Output
-from heliostat.errors import UsageError
+from heliostat.errors import Code, UsageError
 from heliostat.jobs import Jobs
 from heliostat.lifecycle import Lifecycle
 from heliostat.script import quote
@@ -68,7 +68,11 @@ def command(
             f"heliostat scale {cluster} N changes its nodes; without --cluster a new one is started",
         )
         if native := native_options():
-            raise UsageError(f"no such option: `{native[0]}`", hint="heliostat run --help")
+            raise UsageError(
+                f"no such option: `{native[0]}`",
+                hint="heliostat run --help",
+                code=Code.USAGE_UNKNOWN_OPTION,
+            )
         return run_on(out, life, cluster, argv, detach, dry_run)
     fresh = (
         {} if values.get("name") else {"name": f"run-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}"}
@@ -106,7 +110,7 @@ def script_command(words: tuple[str, ...]) -> list[str]:
         if not explicit and not _exists(found[0]):
             raise UsageError(
                 f"`{found[0]}` is not a Python file that is here",
-                because=f"looked in {os.getcwd()}",
+                cause=f"looked in {os.getcwd()}",
                 hint="heliostat run -- COMMAND",
             )
         return found
@@ -135,10 +139,11 @@ def check_command(argv: list[str], spec: ClusterSpec) -> None:
     here = os.path.isfile(name)
     raise UsageError(
         f"there is no command `{name}`",
-        because=f"`{name}` is a file that cannot be executed by that name" if here else "it is not on PATH",
+        cause=f"`{name}` is a file that cannot be executed by that name" if here else "it is not on PATH",
         hint=f"heliostat run {quote([name])}"
         if here and name.endswith(".py")
         else "heliostat run -- COMMAND",
+        code=Code.PROGRAM_NOT_FOUND,
         exit_code=127,
     )
 
@@ -149,15 +154,23 @@ def check_script(name: str) -> None:
         mode = path.stat().st_mode
     except FileNotFoundError:
         raise UsageError(
-            f"there is no script `{name}`", because=f"looked in {os.getcwd()}", hint=_like(path)
+            f"there is no script `{name}`",
+            cause=f"looked in {os.getcwd()}",
+            hint=_like(path),
+            code=Code.USAGE_UNREADABLE_FILE,
         ) from None
     except OSError as error:
-        raise UsageError(f"could not read `{name}`", because=error.strerror or str(error)) from None
+        raise UsageError(
+            f"could not read `{name}`", cause=error.strerror or str(error), code=Code.USAGE_UNREADABLE_FILE
+        ) from None
     if stat.S_ISDIR(mode):
         raise UsageError(f"`{name}` is a folder, not a script", hint=f"heliostat run {name}/SCRIPT.py")
     if not os.access(path, os.R_OK):
         raise UsageError(
-            f"could not read `{name}`", because="permission denied", hint=f"chmod u+r {quote([name])}"
+            f"could not read `{name}`",
+            cause="permission denied",
+            hint=f"chmod u+r {quote([name])}",
+            code=Code.USAGE_UNREADABLE_FILE,
         )
 
 

@@ -10,7 +10,7 @@ import click
 from heliostat import report
 from heliostat.cli.options import CLUSTER, common
 from heliostat.cli.output import Output, ago, table
-from heliostat.errors import NotFoundError
+from heliostat.errors import Code, NotFoundError
 from heliostat.lifecycle import Lifecycle
 from heliostat.units import format_bytes, format_duration
 
@@ -36,9 +36,12 @@ def only_one(life: Lifecycle) -> str:
     if len(names) == 1:
         return names[0]
     if not names:
-        raise NotFoundError("there is no cluster", hint="heliostat up")
+        raise NotFoundError("there is no cluster", hint="heliostat up", code=Code.NOT_FOUND_CLUSTER)
     raise NotFoundError(
-        "which cluster?", because=f"clusters here: {', '.join(names)}", hint=f"heliostat status {names[0]}"
+        "which cluster?",
+        cause=f"clusters here: {', '.join(names)}",
+        hint=f"heliostat status {names[0]}",
+        code=Code.NOT_FOUND_CLUSTER,
     )
 
 

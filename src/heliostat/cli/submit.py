@@ -9,7 +9,7 @@ import click
 
 from heliostat.cli.options import CLUSTER, common, pairs
 from heliostat.cli.output import Output
-from heliostat.errors import Interrupted, UsageError
+from heliostat.errors import Code, Interrupted, UsageError
 from heliostat.jobs import Jobs, check_job_id
 from heliostat.lifecycle import Lifecycle
 from heliostat.script import quote
@@ -132,9 +132,13 @@ def read_runtime_env(path: Path) -> dict[str, Any]:
     try:
         value = yaml.safe_load(path.read_bytes())
     except OSError as error:
-        raise UsageError(f"could not read `{path}`", because=error.strerror or str(error)) from None
+        raise UsageError(
+            f"could not read `{path}`", cause=error.strerror or str(error), code=Code.USAGE_UNREADABLE_FILE
+        ) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UsageError(f"`{path}` is not YAML", because=" ".join(str(error).split())[:200]) from None
+        raise UsageError(
+            f"`{path}` is not YAML", cause=" ".join(str(error).split())[:200], code=Code.USAGE_INVALID_YAML
+        ) from None
     if not isinstance(value, dict):
-        raise UsageError(f"`{path}` is not a runtime environment", because="it should be a table of keys")
+        raise UsageError(f"`{path}` is not a runtime environment", cause="it should be a table of keys")
     return value

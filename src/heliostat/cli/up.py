@@ -12,7 +12,7 @@ from heliostat import backends
 from heliostat.cli.native import SiteCommand
 from heliostat.cli.options import cluster_options, common, read_config, refuse_wait_timeout, wait_timeout
 from heliostat.cli.output import Output, table
-from heliostat.errors import PartlyDone, StillStarting, UsageError
+from heliostat.errors import PartialFailure, StillStarting, UsageError
 from heliostat.lifecycle import Lifecycle
 from heliostat.looking import View
 from heliostat.states import NodeState
@@ -52,7 +52,7 @@ def command(
     was_ready = known is not None and life.look(known).address is not None
     try:
         view = life.up(config.spec, wait=not no_wait, wait_timeout_s=wait_timeout)
-    except (PartlyDone, StillStarting):
+    except (PartialFailure, StillStarting):
         if not out.json:
             machines(out, life.find(name))
         raise

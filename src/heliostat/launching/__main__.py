@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from heliostat.errors import Code, HeliostatError
 from heliostat.launching import things, words
 from heliostat.store import write_atomic
 
@@ -72,7 +73,11 @@ def end(request: Json) -> Json:
         gone = _end_instances(config)
     left = [node["id"] for node in look(request)["nodes"]]
     if left:
-        raise words.Refused("some instances could not be ended", because=f"still there: {', '.join(left)}")
+        raise HeliostatError(
+            "some instances could not be ended",
+            cause=f"still there: {', '.join(left)}",
+            code=Code.CLOUD_INSTANCES_LEFT,
+        )
     removed = things.remove(request["own"]) if request.get("own") else []
     stays = things.stays(config, request.get("own"))
     return {"ended": gone, "removed": removed, "stays": stays}

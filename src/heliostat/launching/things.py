@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from heliostat.launching.words import Refused
+from heliostat.errors import Code, Refused
 
 Json = dict[str, Any]
 FREE_S = 300.0  # until a security group is used by nobody
@@ -106,8 +106,9 @@ def _public(private: Path) -> str:
     except OSError:
         raise Refused(
             f"the public half of `{private}` is missing",
-            because=f"there is no {path}",
+            cause=f"there is no {path}",
             hint=f"ssh-keygen -y -f {private} > {path}",
+            code=Code.CLOUD_KEY_PAIR,
         ) from None
 
 
@@ -180,8 +181,9 @@ def _check_zones(ec2: Any, provider: Json) -> None:
     if wrong:
         raise Refused(
             f"there is no zone `{wrong[0]}` in {provider['region']}",
-            because=f"zones there: {', '.join(known)}",
+            cause=f"zones there: {', '.join(known)}",
             hint=f"zones: [{known[0]}]" if known else "",
+            code=Code.CLOUD_REGION,
         )
 
 
@@ -194,8 +196,9 @@ def _image(ec2: Any, instance: str, region: str) -> str:
     if not found:
         raise Refused(
             f"there is no image for `{instance}` in {region}",
-            because=f"nothing of {owner} is called `{name}`",
+            cause=f"nothing of {owner} is called `{name}`",
             hint="image: ami-… in the file",
+            code=Code.CLOUD_IMAGE,
         )
     return str(max(found, key=lambda image: str(image.get("CreationDate")))["ImageId"])
 
@@ -211,8 +214,9 @@ def _vpc(ec2: Any, types: Mapping[str, Any]) -> str:
     if not found:
         raise Refused(
             "the account has no default network",
-            because="no default VPC",
+            cause="no default VPC",
             hint="subnets: [subnet-…] in the file",
+            code=Code.CLOUD_NETWORK,
         )
     return str(found[0]["VpcId"])
 

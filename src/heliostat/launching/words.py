@@ -1,10 +1,12 @@
-"""What a cloud, its library or Ray's launcher says when it refuses, as our four lines."""
+"""Translates errors of a cloud, its library or Ray's launcher into the fields of our errors."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 from typing import Any
+
+from heliostat.errors import Code, HeliostatError
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 PACKAGES = {"aws": "boto3", "gcp": "googleapiclient", "azure": "azure"}
@@ -15,31 +17,23 @@ LOG_IN = {
 }
 
 
-class Refused(Exception):
-    """Said by us, in the fields of an error."""
-
-    def __init__(self, what: str, because: str = "", hint: str = "") -> None:
-        super().__init__(what)
-        self.what, self.because, self.hint = what, because, hint
-
-
-# what is in the words of the refusal (or the name of its kind) -> what a person can do; {site}, {where}, {log_in}
-HINTS: tuple[tuple[str, str], ...] = (
+# pattern of the error's text (or of its class name), code, hint; fields: {site}, {where}, {log_in}
+HINTS: tuple[tuple[str, Code, str], ...] = (
     (r"Unable to locate credentials|NoCredentials|CredentialUnavailable|DefaultCredentials|PartialCredentials"
-     r"|AuthFailure|InvalidClientTokenId|ExpiredToken|RefreshError|SignatureDoesNotMatch|azureProfile|DefaultAzureCredential|ClientAuthentication", "{log_in}"),
+     r"|AuthFailure|InvalidClientTokenId|ExpiredToken|RefreshError|SignatureDoesNotMatch|azureProfile|DefaultAzureCredential|ClientAuthentication", Code.CLOUD_CREDENTIALS, "{log_in}"),
     (r"VcpuLimitExceeded|InstanceLimitExceeded|MaxSpotInstanceCountExceeded|QuotaExceeded|Quota '|quota",
-     "ask the cloud for a higher quota in {where}, or take a smaller `instance` or fewer nodes"),
+     Code.CLOUD_QUOTA, "ask the cloud for a higher quota in {where}, or take a smaller `instance` or fewer nodes"),
     (r"InsufficientInstanceCapacity|ZONE_RESOURCE_POOL_EXHAUSTED|SkuNotAvailable|AllocationFailed",
-     "another of the `zones`, another `instance`, or later"),
+     Code.CLOUD_CAPACITY, "another of the `zones`, another `instance`, or later"),
     (r"Could not connect to the endpoint URL|EndpointConnectionError|InvalidRegion|Invalid value for field 'region'"
-     r"|LocationNotAvailable", "is `{where}` a region of {site}, and can this machine reach it?"),
-    (r"iam:\w+|iam\.", "name an instance profile that exists in {site}.profile, or ask for rights to make roles"),
+     r"|LocationNotAvailable", Code.CLOUD_REGION, "is `{where}` a region of {site}, and can this machine reach it?"),
+    (r"iam:\w+|iam\.", Code.CLOUD_IAM, "name an instance profile that exists in {site}.profile, or ask for rights to make roles"),
     (r"UnauthorizedOperation|AccessDenied|AuthorizationFailed|PERMISSION_DENIED|does not have permission",
-     "ask whoever runs the account for the right that is named above"),
-    (r"InvalidAMIID|image .* not found|ImageNotFound", "{site}.image must name an image of {where}"),
-    (r"InvalidKeyPair", "{site}.key_name must name a key pair of {where}, or leave it out: one is made"),
-    (r"InvalidSubnet|No usable subnets|InvalidVpc", "{site}.subnets: [subnet-…] of {where}, with public addresses"),
-    (r"Unsupported|InvalidInstanceType|machineType", "is that `instance` offered in {where}?"),
+     Code.CLOUD_PERMISSION, "ask whoever runs the account for the right that is named above"),
+    (r"InvalidAMIID|image .* not found|ImageNotFound", Code.CLOUD_IMAGE, "{site}.image must name an image of {where}"),
+    (r"InvalidKeyPair", Code.CLOUD_KEY_PAIR, "{site}.key_name must name a key pair of {where}, or leave it out: one is made"),
+    (r"InvalidSubnet|No usable subnets|InvalidVpc", Code.CLOUD_NETWORK, "{site}.subnets: [subnet-…] of {where}, with public addresses"),
+    (r"Unsupported|InvalidInstanceType|machineType", Code.CLOUD_INSTANCE_TYPE, "is that `instance` offered in {where}?"),
 )  # fmt: skip
 
 
@@ -66,20 +60,23 @@ def last_words(error: BaseException) -> str:
 def explain(error: BaseException, config: Mapping[str, Any]) -> dict[str, str]:
     provider = config["provider"]
     site = str(provider["type"])
-    if isinstance(error, Refused):
-        return {"what": error.what, "because": error.because, "hint": error.hint}
+    if isinstance(error, HeliostatError):
+        return {key: str(getattr(error, key)) for key in ("code", "message", "cause", "hint")}
     said = whole(error)
     if isinstance(error, ImportError) or "ModuleNotFoundError" in said:
         name = getattr(error, "name", None) or PACKAGES.get(site, "")
         return {
-            "what": f"the site `{site}` needs packages that are not here",
-            "because": last_words(error) or f"no module `{name}`",
+            "code": Code.CLOUD_MISSING_PACKAGE,
+            "message": f"the site `{site}` needs packages that are not here",
+            "cause": last_words(error) or f"no module `{name}`",
             "hint": f"pip install 'heliostat[{site}]'",
         }
     where = str(provider.get("region") or provider.get("location") or "that region")
-    hint = next((hint for pattern, hint in HINTS if re.search(pattern, said)), "")
+    found = ((code, hint) for pattern, code, hint in HINTS if re.search(pattern, said))
+    code, hint = next(found, (Code.CLOUD_FAILED, ""))
     return {
-        "what": f"`{site}` did not do what was asked",
-        "because": last_words(error),
+        "code": code,
+        "message": f"`{site}` did not do what was asked",
+        "cause": last_words(error),
         "hint": hint.format(site=site, where=where, log_in=LOG_IN.get(site, "")),
     }
