@@ -24,9 +24,8 @@ def on_files(files: Files, config: Any) -> Files:
     for name in sorted(wanted):
         path = ROOT / name
         if path.is_file() and files.get_file_from_path(name) is None:
-            files.append(
-                File.generated(config, name, abs_src_path=str(path), inclusion=InclusionLevel.INCLUDED)
-            )
+            level = InclusionLevel.INCLUDED if name in PAGES else InclusionLevel.NOT_IN_NAV
+            files.append(File.generated(config, name, abs_src_path=str(path), inclusion=level))
     return files
 
 

@@ -1,8 +1,8 @@
-"""A pipeline of Ray Data over all nodes: read, transform in batches, filter, write Parquet, group.
+"""Run a Ray Data pipeline on all nodes: read, transform in batches, filter, write Parquet, group.
 
     heliostat run --nodes 3 examples/data_pipeline.py --rows 10000000 --storage /shared/results
 
-On several machines --storage is a folder that all of them see (NFS, Lustre, …) or an s3:// or gs:// address.
+On several machines, --storage is a shared directory (NFS, Lustre, …) or an s3:// or gs:// address.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from ray.data.expressions import col
 
 
 def add_columns(batch: dict[str, Any]) -> dict[str, Any]:
-    """Columns are NumPy arrays: no loop over rows."""
+    """Add two columns. Columns are NumPy arrays, so no loop over rows is needed."""
     batch["square"] = batch["id"] ** 2
     batch["kind"] = batch["id"] % 3
     return batch
@@ -41,21 +41,21 @@ def main() -> None:
     storage = args.storage if "://" in args.storage else os.path.abspath(args.storage)
     path = f"{storage}/pipeline-{time.strftime('%m%d-%H%M%S')}"
 
-    # nothing runs yet: this is a plan. Another source: ray.data.read_parquet("s3://…"), read_csv, read_images, …
+    # Nothing runs yet: this is a plan. Other sources: ray.data.read_parquet("s3://…"), read_csv, read_images, …
     plan = (
         ray.data.range(args.rows, override_num_blocks=args.blocks)
         .map_batches(add_columns, batch_size=args.batch, num_gpus=args.gpus)
         .filter(expr=col("kind") > 0)
     )
-    # now it runs, as a stream: blocks go through all steps on all nodes at the same time
-    rows = plan.materialize()  # the result stays in the object stores, for the three uses that follow
+    # Run the plan as a stream: blocks pass through all steps on all nodes in parallel.
+    rows = plan.materialize()  # keep the result in the object stores for the three uses below
     rows.write_parquet(path)
     written = ray.data.read_parquet(path).count()
     groups = rows.groupby("kind", num_partitions=3).sum("id").take_all()
     sums = {str(group["kind"]): group["sum(id)"] for group in groups}
     for kind, total in sorted(sums.items()):
         print(f"kind {kind}: the sum of id is {total}")
-    # a loop that trains would take it so: batches of tensors, read ahead of it
+    # A training loop would read it this way: prefetched batches of tensors.
     tensors = sum(len(batch["id"]) for batch in rows.iter_torch_batches(batch_size=args.batch))
     assert tensors == written, f"{tensors} rows came as tensors, {written} were written"
     print("result", json.dumps({"rows": written, "sums": dict(sorted(sums.items())), "path": path}))

@@ -1,4 +1,4 @@
-"""Counts primes, first alone and then on all nodes: how much sooner it is done, and which node did how much.
+"""Count primes in one process, then on all nodes; print the speedup and the share of each node.
 
 heliostat run --nodes 3 examples/distributed_compute.py --limit 2000000
 """
@@ -14,11 +14,11 @@ import ray
 
 
 def primes(first: int, end: int) -> int:
-    """How many primes there are in [first, end). Slow on purpose: it stands for your own work."""
+    """Return the number of primes in [first, end). Slow on purpose: replace it with your own computation."""
     return sum(n > 1 and all(n % d for d in range(2, int(n**0.5) + 1)) for n in range(first, end))
 
 
-# SPREAD: one chunk here, the next one there, instead of filling one node before the next
+# SPREAD distributes the chunks over the nodes instead of filling one node before the next.
 @ray.remote(scheduling_strategy="SPREAD")
 def chunk(first: int, end: int) -> tuple[str, int]:
     return ray.get_runtime_context().get_node_id(), primes(first, end)
@@ -52,13 +52,13 @@ def main() -> None:
     alone = sum(primes(*piece) for piece in pieces)
     serial_s = time.perf_counter() - began
 
-    # Ray starts a worker process when there is work for one: that is not to be measured
+    # Start Ray's worker processes first, so that the measurement does not include their start.
     awake: set[tuple[str, int]] = set()
     deadline = time.monotonic() + 60
     while len(awake) < cpus and time.monotonic() < deadline:
         awake.update(ray.get([wake.remote() for _ in range(2 * cpus)]))
     began = time.perf_counter()
-    # the dearest pieces first: nobody waits at the end for one that began late
+    # Start the most expensive pieces first, so that none of them delays the end.
     answers = ray.get([chunk.remote(*piece) for piece in reversed(pieces)])
     parallel_s = time.perf_counter() - began
 

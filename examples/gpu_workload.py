@@ -1,6 +1,6 @@
-"""Multiplies matrices on every GPU of the cluster, and says which GPU of which node did how much.
+"""Multiply matrices on every GPU of the cluster and print the throughput of each GPU.
 
-Where there is no GPU the same work is done on one CPU of each node, and that is said.
+Without GPUs, the program uses one CPU of each node and prints a message.
 
     heliostat run --nodes 2 --gpus-per-node 4 examples/gpu_workload.py --size 8192
 """
@@ -15,7 +15,7 @@ import torch
 
 @ray.remote
 class Worker:
-    """Holds one GPU (or none) for as long as it lives, so no two of them can share one."""
+    """Actor that holds one GPU (or none) for its lifetime, so that no two actors share a GPU."""
 
     def multiply(self, size: int, rounds: int) -> dict[str, object]:
         context = ray.get_runtime_context()
@@ -24,18 +24,18 @@ class Worker:
             raise SystemExit(
                 f"Ray gave GPU {ids[0]}, but this PyTorch ({torch.__version__}) cannot use it: no CUDA in it, or no driver"
             )
-        # Ray shows a process only its own GPU: it is always number 0 there
+        # Ray exposes only the assigned GPU to a process, always as number 0.
         device = torch.device("cuda:0" if ids else "cpu")
         torch.manual_seed(0)
         a, b = (torch.randn(size, size, device=device) / size**0.5 for _ in range(2))
-        product = a @ b  # the first one also wakes the GPU up
+        product = a @ b  # the first product also initializes the GPU
         self.wait(device)
         began = time.perf_counter()
         for _ in range(rounds):
             product = a @ product
         self.wait(device)
         seconds = time.perf_counter() - began
-        # (a…ab)x must be a(…(a(bx))): a cheap proof that the product is right
+        # (a…ab)x must equal a(…(a(bx))): an inexpensive check of the product.
         x = torch.ones(size, 1, device=device)
         direct = b @ x
         for _ in range(rounds + 1):
@@ -49,7 +49,7 @@ class Worker:
         }
 
     def wait(self, device: torch.device) -> None:
-        """A GPU works on while the program goes on: a clock must wait for it."""
+        """Wait for the GPU, which runs asynchronously, so that the measured time is correct."""
         if device.type == "cuda":
             torch.cuda.synchronize()
 

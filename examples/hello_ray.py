@@ -1,4 +1,4 @@
-"""Says hello from every node of the cluster: one line a node, then how many there are."""
+"""Print one line from every node of the cluster, then the number of nodes."""
 
 import os
 import socket
@@ -9,13 +9,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 GIB = 2**30
 
 
-@ray.remote(num_cpus=0)  # asks for nothing, so that it also reaches a node whose CPUs are all taken
+@ray.remote(num_cpus=0)  # needs no CPU, so that it also runs on a node without free CPUs
 def hello() -> tuple[str, int]:
     return socket.gethostname(), os.getpid()
 
 
 def describe(resources: dict[str, float]) -> str:
-    """The resources a person asks for; Ray's own `node:…` marks are left out."""
+    """Format the resources that users request, without Ray's own `node:…` resources."""
     parts = [f"{name} {resources[name]:g}" for name in ("CPU", "GPU") if name in resources]
     for name in ("memory", "object_store_memory"):
         if name in resources:
@@ -28,7 +28,7 @@ def main() -> None:
     nodes = sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: node["NodeName"])
     answers = [
         hello.options(
-            # soft=False: a node that cannot be reached is an error, never an answer from its neighbour
+            # soft=False: an unreachable node is an error; no other node runs the task instead
             scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
         ).remote()
         for node in nodes

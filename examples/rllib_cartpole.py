@@ -1,9 +1,9 @@
-"""PPO of RLlib learns CartPole: ends with code 0 when the mean return is reached, with 1 and a reason when it is not.
+"""Train CartPole with PPO of RLlib; exit with 0 if the mean return reaches the target, else with 1 and a reason.
 
     heliostat run --nodes 2 examples/rllib_cartpole.py
     heliostat run --nodes 4 --gpus-per-node 1 examples/rllib_cartpole.py --runners 16 --learners 2 --gpus-per-learner 1
 
-Any Gymnasium environment does: --env. This is RLlib's new API stack (the only one that is not deprecated).
+--env selects any Gymnasium environment. The example uses RLlib's new API stack; the old one is deprecated.
 """
 
 import argparse
@@ -51,7 +51,7 @@ def main() -> None:
             vf_loss_coeff=0.01,
         )
         .debugging(log_level=args.log_level, seed=1)
-        # what an iteration reports: at least so many steps, and the mean of so many episodes
+        # Minimum number of steps per iteration, and number of episodes in the reported mean.
         .reporting(min_sample_timesteps_per_iteration=2000, metrics_num_episodes_for_smoothing=20)
     )
     algo = config.build_algo()
@@ -62,7 +62,7 @@ def main() -> None:
             result = algo.train()
             mean = result["env_runners"].get(
                 "episode_return_mean", float("nan")
-            )  # none while no episode has ended
+            )  # missing until an episode has ended
             steps = int(result["num_env_steps_sampled_lifetime"])
             best = max(best, mean)
             print(f"iteration {iteration}: mean return {mean:.1f} after {steps} steps", flush=True)

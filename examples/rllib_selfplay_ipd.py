@@ -1,7 +1,7 @@
-"""The iterated prisoner's dilemma, learned against earlier versions of oneself (RLlib, several agents).
+"""Train the iterated prisoner's dilemma by self-play against earlier versions of the policy (RLlib, multi-agent).
 
-Self-play with a pool: `main` learns, its opponents are frozen snapshots of itself, and every few iterations the oldest of
-them becomes a copy of `main`. It learns to defect, as theory says of selfish learners: no recipe to make them cooperate.
+Self-play with a pool: `main` is trained against frozen snapshots of itself. Every few iterations, a copy of `main` replaces
+the oldest snapshot. It learns to defect, as theory predicts for selfish learners; the example does not teach cooperation.
 
     heliostat run --nodes 2 examples/rllib_selfplay_ipd.py
     heliostat run --nodes 2 examples/rllib_selfplay_ipd.py --restore results/dilemma/0010 --iterations 20
@@ -20,13 +20,13 @@ from gymnasium.spaces import Box, Discrete
 from ray.rllib.algorithms.ppo import PPOConfig
 from ray.rllib.env.multi_agent_env import MultiAgentEnv
 
-PAY = [[3.0, 0.0], [5.0, 1.0]]  # PAY[my move][the other's]; 0 cooperates, 1 defects
-SEEN = ["start", "CC", "CD", "DC", "DD"]  # what a player sees: its own last move, then the other's
-VIEW = np.eye(5, dtype=np.float32)  # the same as numbers: VIEW[1 + 2 * mine + other]
+PAY = [[3.0, 0.0], [5.0, 1.0]]  # PAY[own move][opponent's move]; 0: cooperate, 1: defect
+SEEN = ["start", "CC", "CD", "DC", "DD"]  # observations: own last move, then the opponent's
+VIEW = np.eye(5, dtype=np.float32)  # one-hot encoding: VIEW[1 + 2 * own + opponent]
 
 
 class Dilemma(MultiAgentEnv):
-    """Two prisoners, twenty rounds."""
+    """Environment with two prisoners and twenty rounds."""
 
     def __init__(self, config=None):
         super().__init__()
@@ -46,12 +46,12 @@ class Dilemma(MultiAgentEnv):
 
 
 def player(agent: str, episode, past: list[str], **_) -> str:
-    """`main` is now the one and now the other; its opponent is any of the pool."""
+    """Map an agent to its policy: `main` alternates between both roles; its opponent is random."""
     return "main" if hash(episode.id_) % 2 == (agent == "b") else random.choice(past)
 
 
 def strategy(algo) -> dict[str, float]:
-    """How likely `main` defects, for each thing it may see."""
+    """Return the probability that `main` defects, for each observation."""
     with torch.no_grad():
         logits = algo.get_module("main").forward_inference({"obs": torch.eye(5)})["action_dist_inputs"]
     return dict(zip(SEEN, [round(p, 4) for p in logits.softmax(1)[:, 1].tolist()], strict=True))

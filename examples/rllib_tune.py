@@ -1,9 +1,9 @@
-"""Ray Tune over RLlib: PPO on CartPole with several learning rates, each a trial of its own, all at once if there is room.
+"""Tune PPO of RLlib on CartPole with Ray Tune: one trial per learning rate, in parallel if resources allow.
 
     heliostat run --nodes 4 examples/rllib_tune.py --lr 1e-4 3e-4 1e-3 3e-3 --iterations 50 --storage /shared/results
 
-On several machines --storage is a folder that all of them see (NFS, Lustre, …) or an s3:// or gs:// address.
-A trial takes one CPU, and one for each of its runners: `heliostat status` shows whether that is there.
+On several machines, --storage is a shared directory (NFS, Lustre, …) or an s3:// or gs:// address.
+A trial needs one CPU, and one for each of its runners; `heliostat status` shows the free CPUs.
 """
 
 import argparse
@@ -44,14 +44,14 @@ def main() -> None:
         .debugging(seed=1)
     )
     tuner = tune.Tuner(
-        config.algo_class,  # the name "PPO" does, too, but then Ray imports all its algorithms, and wants Pillow for one
-        param_space=config,  # Tuner's word; `tune.run` has no such argument
+        config.algo_class,  # with the name "PPO", Ray would import all its algorithms, one of which needs Pillow
+        param_space=config,  # an argument of Tuner; `tune.run` does not have it
         tune_config=tune.TuneConfig(metric=RETURN, mode="max"),
         run_config=tune.RunConfig(
             name=time.strftime("rllib-tune-%m%d-%H%M%S"),
             storage_path=args.storage if "://" in args.storage else os.path.abspath(args.storage),
             stop={"training_iteration": args.iterations, RETURN: args.target},  # whichever comes first
-            verbose=1,  # 2: a table of all settings for each trial, and there are hundreds
+            verbose=1,  # 2 prints a table of all settings, hundreds of rows, for each trial
             checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=True),
         ),
     )

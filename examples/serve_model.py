@@ -1,7 +1,7 @@
-"""Serves a model with Ray Serve: deploys it, asks it over a handle and over HTTP, and shuts it down.
+"""Serve a model with Ray Serve: deploy it, send requests by a handle and by HTTP, and shut it down.
 
 heliostat run --nodes 2 examples/serve_model.py --replicas 2
-heliostat run --nodes 2 examples/serve_model.py --replicas 2 --stay      # until Ctrl-C
+heliostat run --nodes 2 examples/serve_model.py --replicas 2 --stay      # run until Ctrl-C
 """
 
 import argparse
@@ -19,7 +19,7 @@ from starlette.requests import Request
 
 @serve.deployment
 class Model:
-    """y = 2x + 1, as a network that has learned it."""
+    """Network that computes y = 2x + 1."""
 
     def __init__(self) -> None:
         self.device = "cuda" if ray.get_gpu_ids() else "cpu"
@@ -63,7 +63,7 @@ def main() -> None:
         app = Model.options(num_replicas=args.replicas, ray_actor_options=options).bind()
         handle = serve.run(app, name="model", route_prefix="/")  # returns when all replicas answer
 
-        answers = [handle.predict.remote([float(i)]) for i in range(args.questions)]  # all at once
+        answers = [handle.predict.remote([float(i)]) for i in range(args.questions)]  # in parallel
         by_handle = [answer.result(timeout_s=60) for answer in answers]
         assert [answer["y"] for answer in by_handle] == [[2.0 * i + 1] for i in range(args.questions)], (
             by_handle

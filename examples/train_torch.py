@@ -1,8 +1,8 @@
-"""Trains a small network with Ray Train on several workers; the result is the same after a worker or a node is lost.
+"""Train a small network with Ray Train on several workers; the loss of a worker or a node does not change the result.
 
     heliostat run --nodes 4 --gpus-per-node 8 examples/train_torch.py --workers 32 --cpus 4 --storage /shared/results
 
-On several machines --storage is a folder that all of them see (NFS, Lustre, …) or an s3:// or gs:// address.
+On several machines, --storage is a shared directory (NFS, Lustre, …) or an s3:// or gs:// address.
 """
 
 import argparse
@@ -31,20 +31,20 @@ def train_loop(config: dict[str, float]) -> None:
     context, first = ray.train.get_context(), 0
     rank, size = context.get_world_rank(), context.get_world_size()
     node = {n["NodeID"]: n["NodeName"] for n in ray.nodes()}[ray.get_runtime_context().get_node_id()]
-    # every message says who speaks; force: in place of Ray Train's own handler, which does not
+    # Prefix each message with the worker; force replaces Ray Train's own handler, which has no prefix.
     who = f"worker {rank}/{size} on {node} pid {os.getpid()}"
     logging.basicConfig(format=f"{who}: %(message)s", level=logging.INFO, force=True)
-    model = prepare_model(network())  # on this worker's GPU, if any; gradients are averaged over all workers
-    inner = getattr(model, "module", model)  # a lone worker's model is not wrapped
+    model = prepare_model(network())  # on this worker's GPU, if any; averages gradients over all workers
+    inner = getattr(model, "module", model)  # the model of a single worker is not wrapped
     optimizer = torch.optim.Adam(inner.parameters(), lr=config["lr"])
-    if checkpoint := ray.train.get_checkpoint():  # after a failure, or when a run goes on
+    if checkpoint := ray.train.get_checkpoint():  # after a failure, or when a run is resumed
         with checkpoint.as_directory() as folder:
             saved = torch.load(f"{folder}/state.pt", map_location=get_device())
         inner.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         first = saved["epoch"] + 1
     logging.info("begins with epoch %d on %s", first, get_device())
-    x, y = (part[rank::size].to(get_device()) for part in data())  # each worker has its share
+    x, y = (part[rank::size].to(get_device()) for part in data())  # each worker gets its share
     for epoch in range(first, int(config["epochs"])):
         loss = torch.nn.functional.mse_loss(model(x), y)
         optimizer.zero_grad()
@@ -56,7 +56,7 @@ def train_loop(config: dict[str, float]) -> None:
             state = {"model": inner.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
             torch.save(state, f"{folder}/state.pt")
             checkpoint = ray.train.Checkpoint.from_directory(folder) if rank == 0 else None
-            ray.train.report({"loss": loss.item()}, checkpoint)  # all report, the first brings the checkpoint
+            ray.train.report({"loss": loss.item()}, checkpoint)  # all report; rank 0 adds the checkpoint
 
 
 def main() -> None:
@@ -84,7 +84,7 @@ def main() -> None:
             name=args.name,
             storage_path=args.storage if "://" in args.storage else os.path.abspath(args.storage),
             checkpoint_config=ray.train.CheckpointConfig(num_to_keep=2),
-            failure_config=ray.train.FailureConfig(max_failures=3),  # Ray 2.60 counts a drained node, too
+            failure_config=ray.train.FailureConfig(max_failures=3),  # Ray 2.60 also counts a drained node
         ),
     ).fit()
     with result.checkpoint.as_directory() as folder:

@@ -1,9 +1,9 @@
-"""Searches a learning rate and a width with Ray Tune; bad trials are stopped early, and a sweep that is cut off goes on.
+"""Search a learning rate and a width with Ray Tune; stop bad trials early and resume an interrupted sweep.
 
     heliostat run --nodes 4 examples/tune_sweep.py --trials 64 --storage /shared/results
     heliostat run --nodes 4 examples/tune_sweep.py --resume --storage /shared/results     # after an interruption
 
-On several machines --storage is a folder that all of them see (NFS, Lustre, …) or an s3:// or gs:// address.
+On several machines, --storage is a shared directory (NFS, Lustre, …) or an s3:// or gs:// address.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from torch import nn
 
 
 def trainable(config: dict[str, float], pause: float) -> None:
-    """Fits a sine; reports its loss and a checkpoint at every step, so that it can be stopped and can go on anywhere."""
+    """Fit a sine. Report the loss and a checkpoint at every step, so that any node can resume the trial."""
     torch.manual_seed(0)
     x = torch.linspace(-3, 3, 256).unsqueeze(1)
     model = nn.Sequential(nn.Linear(1, int(config["width"])), nn.Tanh(), nn.Linear(int(config["width"]), 1))
@@ -64,14 +64,14 @@ def main() -> None:
     work = tune.with_parameters(trainable, pause=args.pause)
     work = tune.with_resources(work, {"cpu": 1, "gpu": args.gpus})
     if args.resume:
-        # what has ended is not run again; what was cut off goes on from its last checkpoint
+        # Completed trials do not run again; interrupted trials resume from their last checkpoint.
         tuner = tune.Tuner.restore(path, work, resume_unfinished=True, resume_errored=True)
     elif tune.Tuner.can_restore(path):
         raise SystemExit(f"there is a sweep in {path}: go on with --resume, or take another --name")
     else:
         space = {"lr": tune.loguniform(1e-4, 1e-1), "width": tune.choice([4, 16, 64])}
         search = tune.search.BasicVariantGenerator(random_state=7)  # the same trials every time
-        # of those that have come to step 2, 6, 18, … the best third goes on
+        # At steps 2, 6, 18, … only the best third of the trials continues.
         asha = ASHAScheduler(time_attr="step", max_t=args.steps, grace_period=2, reduction_factor=3)
         how = {"num_samples": args.trials, "search_alg": search, "scheduler": asha}
         tuner = tune.Tuner(
@@ -80,7 +80,7 @@ def main() -> None:
             tune_config=tune.TuneConfig(metric="loss", mode="min", **how),
             run_config=tune.RunConfig(name=args.name, storage_path=storage, verbose=1),
         )
-    cut_off = []  # the time limit, Ctrl-C: Tune itself writes down where each trial is at SIGUSR1 only
+    cut_off = []  # set at the time limit or Ctrl-C; Tune saves the state of its trials only at SIGUSR1
     signal.signal(signal.SIGTERM, lambda *_: (cut_off.append(True), signal.raise_signal(signal.SIGUSR1)))
     results = tuner.fit()
     if cut_off:
