@@ -13,8 +13,9 @@ from benchmarks.lab import Lab
 from heliostat import backends
 from heliostat.backends.base import Handle, Observation
 from heliostat.cluster.manager import ClusterManager
-from heliostat.states import NodeState
-from heliostat.store import ClusterFolder, NodeRecord, Record, Store
+from heliostat.state.records import NodeRecord, Record
+from heliostat.state.states import NodeState
+from heliostat.state.store import ClusterFolder, Store
 
 NODES, SMOKE_NODES, FLAPPING, FLAPS = 1000, 40, 0.05, 10
 N = NodeState

@@ -15,8 +15,9 @@ from benchmarks.lab import HELIOSTAT, Lab, free_ports
 from benchmarks.memory import PEAK
 from heliostat.backends.base import Handle
 from heliostat.cluster.manager import ClusterManager
-from heliostat.states import NodeState
-from heliostat.store import ClusterFolder, NodeRecord, Record, Store
+from heliostat.state.records import NodeRecord, Record
+from heliostat.state.states import NodeState
+from heliostat.state.store import ClusterFolder, Store
 
 STUBS = Path(__file__).with_name("stubs.py")
 PROCESSES = 2  # that play the workers

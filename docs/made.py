@@ -20,8 +20,9 @@ import click
 
 import heliostat
 from docs.pages import ROOT, files, pages, without_blocks
-from heliostat import backends, doctor
+from heliostat import backends
 from heliostat.cli.app import VERBS, cli
+from heliostat.diagnostics import doctor
 
 MADE = re.compile(
     r"(?P<begin>^<!-- made: (?P<what>.*?) -->\n)(?P<text>.*?)(?P<end>^<!-- end -->$)", re.M | re.S

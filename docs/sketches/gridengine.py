@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from heliostat.backends import _batch
+from heliostat.backends import batch
 from heliostat.backends.base import (
     Check,
     File,
@@ -27,13 +27,13 @@ from heliostat.backends.base import (
     by_name,
     require_programs,
 )
-from heliostat.errors import HeliostatError, UsageError
-from heliostat.states import NodeState
-from heliostat.units import count
+from heliostat.common.errors import HeliostatError, UsageError
+from heliostat.common.units import count
+from heliostat.state.states import NodeState
 
 if TYPE_CHECKING:
-    from heliostat.spec import ClusterSpec
-    from heliostat.transport import Completed, Transport
+    from heliostat.config.spec import ClusterSpec
+    from heliostat.remote.transport import Completed, Transport
 
 N = NodeState
 PASSING = re.compile(
@@ -74,7 +74,7 @@ class Options:
     extra: tuple[str, ...] = field(default=(), metadata={"help": "any other options of qsub, verbatim"})
 
 
-class GridEngine(_batch.Batch):
+class GridEngine(batch.Batch):
     name: ClassVar[str] = "gridengine"
     Options: ClassVar[type] = Options
     letters: ClassVar[tuple[str, ...]] = ("-q",)
@@ -91,7 +91,7 @@ class GridEngine(_batch.Batch):
 
     def checks(self, spec: ClusterSpec | None, host: Transport) -> list[Check]:
         try:
-            done = host.run(["qconf", "-spl"], timeout=_batch.OBSERVE_S)
+            done = host.run(["qconf", "-spl"], timeout=batch.OBSERVE_S)
         except HeliostatError as error:
             return [self.questions["qconf"].answer(False, str(error))]
         if done.code:
@@ -116,16 +116,16 @@ class GridEngine(_batch.Batch):
         return self._job(order)
 
     def _job(self, order: Order) -> Plan:
-        from heliostat.script import agent_script
+        from heliostat.remote.start_script import agent_script
 
-        said = _batch.parse_time(order.options.time, "gridengine.time")
-        limit, grace = _batch.times(order, said, None)
+        said = batch.parse_time(order.options.time, "gridengine.time")
+        limit, grace = batch.times(order, said, None)
         sized = [
             m.model_copy(update={"cpus": order.options.slots}) if m.cpus is None else m for m in order.members
         ]
-        told = {"grace_s": grace, "time_limit_s": limit, "own_clock": False, "margin_s": _batch.MARGIN_S}
-        order = replace(_batch.with_config(order, {**told, "hosts": "HELIOSTAT_HOSTS"}), members=sized)
-        suffix, config = _batch.job_config(order, ["sh", "-c", THERE, "sh", "{line}"], "HELIOSTAT_RANK")
+        told = {"grace_s": grace, "time_limit_s": limit, "own_clock": False, "margin_s": batch.MARGIN_S}
+        order = replace(batch.with_config(order, {**told, "hosts": "HELIOSTAT_HOSTS"}), members=sized)
+        suffix, config = batch.job_config(order, ["sh", "-c", THERE, "sh", "{line}"], "HELIOSTAT_RANK")
         script = agent_script(
             order.spec.environment,
             order.agent,
@@ -155,16 +155,16 @@ class GridEngine(_batch.Batch):
         return self._strays(mark, {}, host)
 
     def _marked(self, place: Mapping[str, Any], host: Transport) -> list[tuple[str, str]]:
-        done = _batch.retry(lambda: _batch.ask(host, ["sh", "-c", MARKS]), PASSING)
+        done = batch.retry(lambda: batch.ask(host, ["sh", "-c", MARKS]), PASSING)
         found = re.findall(r"^=== (\d+)\ncontext:.*?HELIOSTAT=([^,\s]+)", done.out, re.MULTILINE)
         return [(job, mark) for job, mark in found]
 
     def _submit(self, argv: Sequence[str], order: Order, host: Transport) -> str:
-        done = _batch.retry(lambda: _batch.ask(host, argv), PASSING)
+        done = batch.retry(lambda: batch.ask(host, argv), PASSING)
         if done.code == 0 and done.out.strip():
             return done.out.split()[-1]
         what = f"Grid Engine did not take the job of `{order.spec.cluster_name}`"
-        raise _batch.refused(
+        raise batch.refused(
             done, what, "gridengine.rejected", "heliostat up --dry-run shows the script; heliostat doctor"
         )
 
@@ -173,7 +173,7 @@ class GridEngine(_batch.Batch):
     def observe(self, handles: Sequence[Handle], host: Transport) -> dict[str, Observation]:
         ids = dict.fromkeys(handle.native_id for handle in handles)
         try:
-            done = host.run(["sh", "-c", MINE], timeout=_batch.OBSERVE_S)
+            done = host.run(["sh", "-c", MINE], timeout=batch.OBSERVE_S)
             silent = done.err.strip() or done.saw() if done.code else ""
             seen = {} if silent else jobs(done.out)
         except (HeliostatError, Xml.ParseError) as error:
@@ -191,7 +191,7 @@ class GridEngine(_batch.Batch):
                 self._ask(handle, host)
             return
         argv = ["qdel", *(["-f"] if how == "force" else []), *(handle.native_id for handle in handles)]
-        _batch.retry(lambda: _batch.ask(host, argv), PASSING)
+        batch.retry(lambda: batch.ask(host, argv), PASSING)
 
     def _ask(self, handle: Handle, host: Transport) -> None:
         """A job that is not on record has no agent that we know: it is not asked, and ended by the next word."""
@@ -199,19 +199,19 @@ class GridEngine(_batch.Batch):
             name = f"stop-{secrets.token_hex(8)}"
             tell = {"do": "exec", "node": first, "argv": ["sh", "-c", "kill -URG $PPID"], "answer": name}
             argv = ["sh", "-c", ASK, "sh", str(handle.detail["folder"]), name]
-            host.run(argv, input=json.dumps(tell).encode(), timeout=_batch.OBSERVE_S)
+            host.run(argv, input=json.dumps(tell).encode(), timeout=batch.OBSERVE_S)
 
     def execute(self, node: str, handle: Handle, argv: Sequence[str], host: Transport) -> Completed:
-        return _batch.through_agent(node, str(handle.detail["folder"]), argv, host)
+        return batch.through_agent(node, str(handle.detail["folder"]), argv, host)
 
 
 def _directives(order: Order, suffix: str, limit: int | None) -> Iterator[str]:
-    from heliostat.script import quote
+    from heliostat.common.shell import quote
 
     options, by_hand = order.options, bool(order.config.get("standalone"))
     yield f"-N ray-{order.spec.cluster_name}{suffix}"  # a name must begin with a letter
     if not by_hand:
-        yield f"-ac HELIOSTAT={_batch.mark_of(order.config['mark'], suffix)}"
+        yield f"-ac HELIOSTAT={batch.mark_of(order.config['mark'], suffix)}"
         yield quote(["-o", (order.folder / "logs" / f"gridengine{suffix}.out").as_posix()])
     yield "-j y"
     yield "-r n"

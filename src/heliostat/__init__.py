@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from heliostat._version import __version__
-from heliostat.errors import HeliostatError
+from heliostat.common.errors import HeliostatError
 
 if TYPE_CHECKING:
     from heliostat.api import Cluster, Job, connect, up
-    from heliostat.spec import ClusterSpec
+    from heliostat.config.spec import ClusterSpec
 
 __all__ = ["Cluster", "ClusterSpec", "HeliostatError", "Job", "__version__", "connect", "up"]
 
@@ -21,7 +21,7 @@ def __getattr__(name: str) -> Any:
 
         return getattr(api, name)
     if name == "ClusterSpec":
-        from heliostat.spec import ClusterSpec
+        from heliostat.config.spec import ClusterSpec
 
         return ClusterSpec
     raise AttributeError(f"module 'heliostat' has no attribute {name!r}")

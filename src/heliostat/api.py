@@ -8,17 +8,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from heliostat import backends, config
+from heliostat import backends
 from heliostat.cluster.manager import ClusterManager
-from heliostat.errors import Code, HeliostatError, UsageError
-from heliostat.events import Emit
-from heliostat.limits import MOST_WORKERS
-from heliostat.rayapi import FINAL
-from heliostat.spec import ClusterSpec
+from heliostat.common.errors import Code, HeliostatError, UsageError
+from heliostat.common.events import Emit
+from heliostat.common.limits import MOST_WORKERS
+from heliostat.config import loader
+from heliostat.config.spec import ClusterSpec
+from heliostat.remote.ray_client import FINAL
 
 if TYPE_CHECKING:
-    from heliostat.advice import Advice
-    from heliostat.sizing import Sizing
+    from heliostat.diagnostics.advisor import Advice
+    from heliostat.diagnostics.sizing import Sizing
 
 
 class Job:
@@ -115,9 +116,9 @@ class Cluster:
 
     def plan_rllib(self, strategy: str = "balanced") -> Sizing:
         """Env runners and learners that fit: `config.env_runners(**plan.calls["env_runners"])`, `.learners(…)` likewise."""
-        from heliostat import readings, sizing
+        from heliostat.diagnostics import metrics, sizing
 
-        nodes, notes = readings.machines(self._manager, self.name)
+        nodes, notes = metrics.machines(self._manager, self.name)
         return sizing.rllib(nodes, strategy).noting(notes)
 
     def plan_train(
@@ -127,16 +128,16 @@ class Cluster:
         placement: str = "PACK",
     ) -> Sizing:
         """Workers that fit: `ScalingConfig(**plan.calls["ScalingConfig"])`."""
-        from heliostat import readings, sizing
+        from heliostat.diagnostics import metrics, sizing
 
-        nodes, notes = readings.machines(self._manager, self.name)
+        nodes, notes = metrics.machines(self._manager, self.name)
         return sizing.train(nodes, cpus_per_worker, gpus_per_worker, placement).noting(notes)
 
     def advise(self, seconds: float = 15.0) -> list[Advice]:
         """Looks for so long; what keeps the cluster from going faster, or at all. Empty: nothing."""
-        from heliostat import advice, readings
+        from heliostat.diagnostics import advisor, metrics
 
-        return advice.advise(readings.collect(self._manager, self.name, seconds))
+        return advisor.advise(metrics.collect(self._manager, self.name, seconds))
 
     def scale(self, workers: int) -> None:
         """So many workers besides the head. New ones come; of the old ones the last go, after their work is drained."""
@@ -178,7 +179,7 @@ class Cluster:
 
     def dashboard(self, port: int = 0) -> str:
         """Starts a local proxy to the dashboard and returns its URL, which admits one browser; it works until `close`."""
-        from heliostat.tunnel import DashboardProxy
+        from heliostat.remote.dashboard_proxy import DashboardProxy
 
         proxy = DashboardProxy(self._manager.dashboard_api(self.name), port=port)
         proxy.start()
@@ -209,10 +210,10 @@ def up(
     sites, flat = backends.names(), {key: value for key, value in values.items() if value is not None}
     if isinstance(file, ClusterSpec):  # it may have been copied or made without a check
         base, own = _as_file(file), dict[str, str]()
-        spec = config.load(sites, base=base, environ=own, flags=flat, nodes_of=backends.nodes_of).spec
+        spec = loader.load(sites, base=base, environ=own, flags=flat, nodes_of=backends.nodes_of).spec
     else:
         path = Path(file) if file else None
-        spec = config.load(sites, file=path, flags=flat, nodes_of=backends.nodes_of).spec
+        spec = loader.load(sites, file=path, flags=flat, nodes_of=backends.nodes_of).spec
     view = manager.up(spec, wait_timeout_s=wait_timeout)
     return Cluster(view.record.name, manager, owned=not keep)
 

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from contract.worlds import WORLDS, World, until
-from heliostat import backends, mirror
+from heliostat import backends
 from heliostat.cluster import planner, readiness
+from heliostat.remote import directory
 
 
 # where the platform starts Ray, the same promises are kept in other ways: test_kubernetes.py, test_launcher.py
@@ -28,7 +29,7 @@ def world(
     for name in ("PATH", "XDG_RUNTIME_DIR"):
         monkeypatch.setenv(name, os.environ.get(name, ""))
     monkeypatch.setattr(readiness, "POLL_S", 0.02)
-    monkeypatch.setattr(mirror, "PULL_S", mirror.PULL_S)
+    monkeypatch.setattr(directory, "PULL_S", directory.PULL_S)
     (tmp_path / "world").mkdir()
     made = WORLDS[request.param](home, tmp_path / "world")
     yield made

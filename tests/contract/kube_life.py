@@ -9,15 +9,16 @@ from typing import Any
 
 import pytest
 
-from heliostat import backends, config
-from heliostat.backends import kubernetes as site
+from heliostat import backends
+from heliostat.backends.kubernetes import backend as site
 from heliostat.cli import app
 from heliostat.cluster import readiness
 from heliostat.cluster.manager import ClusterManager
 from heliostat.cluster.view import View
-from heliostat.events import Event
-from heliostat.spec import ClusterSpec
-from heliostat.store import Store
+from heliostat.common.events import Event
+from heliostat.config import loader
+from heliostat.config.spec import ClusterSpec
+from heliostat.state.store import Store
 from standins.kube import Kube
 
 ROOM = {"cpu": "64", "memory": "256Gi", "pods": "110", "nvidia.com/gpu": "16"}
@@ -48,7 +49,7 @@ def kube(server: Kube, home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 
 def spec(**values: Any) -> ClusterSpec:
-    return config.check({"name": "lab", "on": "kubernetes", **values}, {}, backends.names())
+    return loader.check({"name": "lab", "on": "kubernetes", **values}, {}, backends.names())
 
 
 def life(home: Path, told: list[str] | None = None) -> ClusterManager:

@@ -15,16 +15,18 @@ from typing import Any
 import pytest
 
 from contract.worlds import STAGES, World, until
-from heliostat import backends, tls
+from heliostat import backends
 from heliostat.backends.base import Handle
 from heliostat.cli import app
 from heliostat.cluster import planner, readiness
 from heliostat.cluster.view import View
-from heliostat.errors import HeliostatError, Interrupted, NotFoundError, PartialFailure, UsageError
-from heliostat.events import Event
-from heliostat.spec import members
-from heliostat.states import TERMINAL, ClusterState, NodeState
-from heliostat.store import ClusterFolder, Record
+from heliostat.common.errors import HeliostatError, Interrupted, NotFoundError, PartialFailure, UsageError
+from heliostat.common.events import Event
+from heliostat.config.spec import members
+from heliostat.remote import tls
+from heliostat.state.records import Record
+from heliostat.state.states import TERMINAL, ClusterState, NodeState
+from heliostat.state.store import ClusterFolder
 
 pytestmark = pytest.mark.needs_linux
 PYTHONPATH = os.pathsep.join(filter(None, (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH"))))

@@ -10,13 +10,16 @@ from typing import Any
 import pytest
 
 from contract.worlds import World
-from heliostat import backends, doctor
-from heliostat.backends import _batch, _kube_api, _launcher
+from heliostat import backends
+from heliostat.backends import batch
+from heliostat.backends.cloud import backend as launcher
+from heliostat.backends.kubernetes import api
 from heliostat.cluster.manager import ClusterManager
-from heliostat.errors import HeliostatError, NotFoundError
-from heliostat.events import Event
-from heliostat.spec import ClusterSpec
-from heliostat.store import Store
+from heliostat.common.errors import HeliostatError, NotFoundError
+from heliostat.common.events import Event
+from heliostat.config.spec import ClusterSpec
+from heliostat.diagnostics import doctor
+from heliostat.state.store import Store
 
 pytestmark = pytest.mark.needs_linux
 with_programs = pytest.mark.parametrize("world", ["slurm", "pbs", "ssh"], indirect=True)
@@ -54,8 +57,8 @@ def test_nothing_is_recorded_where_the_packages_are_missing(
     def no_client(*_: object) -> Any:
         raise HeliostatError("Kubernetes needs a package that is not here", hint="pip install it")
 
-    monkeypatch.setattr(_launcher.Launcher, "_missing_package", without)
-    monkeypatch.setattr(_kube_api, "connect", no_client)
+    monkeypatch.setattr(launcher.Launcher, "_missing_package", without)
+    monkeypatch.setattr(api, "connect", no_client)
     spec = ClusterSpec.model_validate({"name": "lab", "on": site, "sites": {site: TABLES[site]}})
     with pytest.raises(HeliostatError, match="package that is not here") as caught:
         ClusterManager(Store(home)).up(spec)
@@ -98,7 +101,7 @@ def test_what_was_launched_is_not_forgotten(
     """Its jobs may run: where they cannot be asked for, the record stays."""
     world.life().up(world.spec())
     for name in ("END_S", "CANCEL_S"):
-        monkeypatch.setattr(_batch, name, 0.2)
+        monkeypatch.setattr(batch, name, 0.2)
     with monkeypatch.context() as patch:
         patch.setenv("PATH", os.defpath if not shutil.which("squeue", path=os.defpath) else str(tmp_path))
         with pytest.raises(HeliostatError):

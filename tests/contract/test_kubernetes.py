@@ -19,15 +19,23 @@ import yaml
 
 from contract.kube_life import ROOM, kube, lacks, life, pod_of, server, spec, states, typed
 from contract.worlds import until
-from heliostat.backends import _kube_watch, _kube_words
-from heliostat.backends import kubernetes as site
+from heliostat.backends.kubernetes import backend as site
+from heliostat.backends.kubernetes import states as kubernetes_states
+from heliostat.backends.kubernetes import watch as kubernetes_watch
 from heliostat.cluster import planner
 from heliostat.cluster.manager import ClusterManager
-from heliostat.errors import HeliostatError, Interrupted, NotFoundError, PartialFailure, Refused, UsageError
-from heliostat.events import Event
-from heliostat.spec import ClusterSpec
-from heliostat.states import ClusterState
-from heliostat.store import Store
+from heliostat.common.errors import (
+    HeliostatError,
+    Interrupted,
+    NotFoundError,
+    PartialFailure,
+    Refused,
+    UsageError,
+)
+from heliostat.common.events import Event
+from heliostat.config.spec import ClusterSpec
+from heliostat.state.states import ClusterState
+from heliostat.state.store import Store
 from standins.kube import Kube
 
 pytestmark = pytest.mark.needs_linux
@@ -321,7 +329,7 @@ def test_a_head_that_cannot_start(kube: Kube, home: Path) -> None:
 
 
 def test_a_group_that_cannot_start(kube: Kube, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_kube_words, "PULL_S", 1.0)
+    monkeypatch.setattr(kubernetes_states, "PULL_S", 1.0)
     bad = {"bad": {"nodes": 1, "options": {"image": "rayproject/missing:1"}}, "good": {"nodes": 1}}
     with pytest.raises(PartialFailure, match="has 2 of the 3 nodes") as caught:
         life(home).up(spec(groups=bad))
@@ -391,7 +399,7 @@ def test_a_conflict_while_it_is_scaled_is_an_error_and_nothing_is_half_done(kube
 def test_a_watch_that_breaks_is_taken_up_again(
     kube: Kube, home: Path, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_kube_watch, "AGAIN_S", 600.0)
+    monkeypatch.setattr(kubernetes_watch, "AGAIN_S", 600.0)
     looker = life(home)
     looker.up(spec(nodes=2, gpus_per_node=1), wait=False)  # for which there is no room yet
     until(lambda: looker.find("lab") and _watches(looker), "somebody who goes on looking watches")
@@ -417,15 +425,15 @@ def test_a_watch_ends_when_nobody_looks_any_more(
     kube: Kube, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Somebody's notebook goes on; the API server hears no more of it."""
-    monkeypatch.setattr(_kube_watch, "AGAIN_S", 600.0)
+    monkeypatch.setattr(kubernetes_watch, "AGAIN_S", 600.0)
     looker = life(home)
     looker.up(spec(nodes=2))
     until(lambda: looker.find("lab") and _watches(looker), "somebody who goes on looking watches")
     threads = [watch for cluster in site.BACKEND._clusters.values() for watch in cluster._watches]
-    monkeypatch.setattr(_kube_watch, "AGAIN_S", 0.0)
+    monkeypatch.setattr(kubernetes_watch, "AGAIN_S", 0.0)
     kube.control("drop")
     until(lambda: not any(thread.is_alive() for thread in threads), "the watches have ended")
-    monkeypatch.setattr(_kube_watch, "AGAIN_S", 600.0)
+    monkeypatch.setattr(kubernetes_watch, "AGAIN_S", 600.0)
     until(lambda: looker.find("lab") and _watches(looker), "whoever comes back watches again")
 
 
@@ -534,7 +542,7 @@ COMMAND = """
 import os, signal, sys
 from heliostat import config, backends
 from heliostat.cluster.manager import ClusterManager
-from heliostat.store import ClusterFolder
+from heliostat.state.store import ClusterFolder
 stage, save = sys.argv[1], ClusterFolder.save
 def dying(folder, record):
     if stage == "before the id is on record" and record.handles:

@@ -10,9 +10,9 @@ import pytest
 from contract.kube import CLUSTERS, CORE, JOBS, cluster, create, get, job
 from contract.kube_life import kube, life, pod_of, server, spec, states, typed
 from contract.worlds import until
-from heliostat.errors import NotFoundError
-from heliostat.states import ClusterState
-from heliostat.store import Store
+from heliostat.common.errors import NotFoundError
+from heliostat.state.states import ClusterState
+from heliostat.state.store import Store
 from standins.kube import Kube
 
 pytestmark = pytest.mark.needs_linux
@@ -144,17 +144,17 @@ def test_another_cluster_that_appears_in_between_is_not_changed(
     kube: Kube, home: Path, monkeypatch: Any, patched: str, theirs_goes: None
 ) -> None:
     """Between our look and our patch ours goes and theirs comes: only a check by the server itself can see that."""
-    from heliostat.backends import _kube_api
+    from heliostat.backends.kubernetes import api as kubernetes_api
 
     life(home).up(spec(nodes=2))
-    looker, call, made = life(home), _kube_api.Api.call, []
+    looker, call, made = life(home), kubernetes_api.Api.call, []
 
     def late(api: Any, method: str, path: str, *more: Any, **named: Any) -> Any:
         if method == "PATCH" and not made:
             made.append(recreate(kube))
         return call(api, method, path, *more, **named)
 
-    monkeypatch.setattr(_kube_api.Api, "call", late)
+    monkeypatch.setattr(kubernetes_api.Api, "call", late)
     with pytest.raises(NotFoundError, match="is not there any more"):
         looker.suspend("lab") if patched == "suspend" else looker.scaling.scale("lab", 3)
     untouched(kube, made[0])

@@ -13,11 +13,11 @@ import pytest
 from contract.kube import CLUSTERS, JOBS, get
 from contract.kube_life import kube, life, server, spec
 from contract.worlds import until
-from heliostat.backends import kubernetes as site
+from heliostat.backends.kubernetes import backend as site
 from heliostat.cluster import readiness
 from heliostat.cluster.manager import ClusterManager
-from heliostat.errors import HeliostatError, NotFoundError, UsageError
-from heliostat.store import Store
+from heliostat.common.errors import HeliostatError, NotFoundError, UsageError
+from heliostat.state.store import Store
 from standins.kube import Kube
 
 pytestmark = pytest.mark.needs_linux

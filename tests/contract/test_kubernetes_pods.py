@@ -10,12 +10,12 @@ import pytest
 from contract.kube import CORE
 from contract.kube_life import kube, life, pod_of, server, spec, states, typed
 from contract.worlds import until
-from heliostat.backends import _kube_words
-from heliostat.backends import kubernetes as site
+from heliostat.backends.kubernetes import backend as site
+from heliostat.backends.kubernetes import states as kubernetes_states
 from heliostat.cluster import log_collector
-from heliostat.errors import DeadlineError, HeliostatError
-from heliostat.states import ClusterState
-from heliostat.store import Store
+from heliostat.common.errors import DeadlineError, HeliostatError
+from heliostat.state.states import ClusterState
+from heliostat.state.store import Store
 from standins.kube import Kube
 
 pytestmark = pytest.mark.needs_linux
@@ -71,7 +71,7 @@ def test_a_node_whose_dns_fails_for_a_while(kube: Kube, home: Path) -> None:
 
 
 def test_an_image_that_does_not_come(kube: Kube, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_kube_words, "PULL_S", 1.0)
+    monkeypatch.setattr(kubernetes_states, "PULL_S", 1.0)
     with pytest.raises(HeliostatError, match="did not start") as caught:
         life(home).up(spec(kubernetes={"image": "rayproject/missing:1"}))
     assert "ImagePull" in caught.value.cause and "not found" in caught.value.cause

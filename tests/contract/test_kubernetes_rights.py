@@ -10,10 +10,10 @@ import pytest
 import yaml
 
 from contract.kube_life import kube, lacks, life, server, spec, typed
-from heliostat.backends import _kube_api as kube_api
+from heliostat.backends.kubernetes import api as kube_api
 from heliostat.cluster import readiness
-from heliostat.errors import Refused
-from heliostat.store import Store
+from heliostat.common.errors import Refused
+from heliostat.state.store import Store
 from standins.kube import Kube
 
 pytestmark = pytest.mark.needs_linux

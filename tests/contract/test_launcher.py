@@ -16,16 +16,18 @@ import pytest
 from moto.server import ThreadedMotoServer
 
 from contract.fake_gcp import FakeGcp
-from heliostat import backends, config
+from heliostat import backends
 from heliostat.backends.base import Handle, Order, Plan
+from heliostat.backends.cloud.launcher import resources
 from heliostat.cluster import planner
 from heliostat.cluster.manager import ClusterManager
-from heliostat.errors import HeliostatError
-from heliostat.events import Event
-from heliostat.launching import things
-from heliostat.spec import ClusterSpec
-from heliostat.store import ClusterFolder, Store
-from heliostat.transport import Local, process_start
+from heliostat.common.errors import HeliostatError
+from heliostat.common.events import Event
+from heliostat.common.processes import process_start
+from heliostat.config import loader
+from heliostat.config.spec import ClusterSpec
+from heliostat.remote.transport import Local
+from heliostat.state.store import ClusterFolder, Store
 from shared import until
 
 REGION = "us-west-2"
@@ -107,7 +109,7 @@ def spec(account: Account, **more: Any) -> ClusterSpec:
         **more.pop("aws", {}),
     }
     values = {"on": "aws", "name": "lab", "nodes": 1, "cpus_per_node": 2, "aws": site, **more}
-    return config.check(values, {}, backends.names())
+    return loader.check(values, {}, backends.names())
 
 
 class Site:
@@ -191,7 +193,7 @@ def test_own_things_are_made_once_and_go(account: Account, tmp_path: Path) -> No
         "GroupId"
     ]
     request = json.loads(json.dumps(site.plan.steps[0].config))
-    things.make(request["config"], request["own"])  # by one who died half way
+    resources.make(request["config"], request["own"])  # by one who died half way
     with pytest.raises(HeliostatError, match="did not do what was asked"):
         site.ask("create", wait_s=0)
     (group,) = account.ec2.describe_security_groups(
@@ -267,7 +269,7 @@ def test_stopped_and_not_terminated_is_said(account: Account, tmp_path: Path) ->
     ours = [account.instance(ray_cluster_name="team", ray_node_type="head")]
     values = {"on": "aws", "name": "team", "aws": {"launcher_yaml": theirs}}
     (tmp_path / "two").mkdir()
-    site = Site(config.check(values, {}, backends.names()), tmp_path / "two")
+    site = Site(loader.check(values, {}, backends.names()), tmp_path / "two")
     answer = site.ask("end")
     assert answer["ended"] == ours and "stopped, not terminated" in answer["stays"][0]
     assert account.alive() == ours, "it is stopped"
@@ -348,7 +350,7 @@ def test_google_takes_what_we_write(google: FakeGcp, tmp_path: Path, monkeypatch
     from ray.autoscaler import sdk
     from ray.autoscaler._private.providers import _get_node_provider
 
-    from heliostat.launching import __main__ as launching
+    from heliostat.backends.cloud.launcher import __main__ as launching
 
     table = {"project": "my-project-id", "spot": True}
     groups = {
@@ -356,13 +358,13 @@ def test_google_takes_what_we_write(google: FakeGcp, tmp_path: Path, monkeypatch
     }
     values = {"on": "gcp", "name": "lab", "groups": groups, "gcp": table}
     _, plan = planner.plan(
-        ClusterFolder(tmp_path), config.check(values, {}, backends.names()), cluster_id=MARK
+        ClusterFolder(tmp_path), loader.check(values, {}, backends.names()), cluster_id=MARK
     )
     request = json.loads(json.dumps(plan.steps[0].config))
     made = request["config"]
     made["file_mounts"] = {}
     made["provider"]["gcp_credentials"] = {"type": "credentials_token", "credentials": "fake"}
-    things.make(made, request["own"])
+    resources.make(made, request["own"])
     ready = sdk.bootstrap_config(made, no_config_cache=True)
     assert google.project == {"items": []}, "no key of the whole project"
     provider = _get_node_provider(ready["provider"], ready["cluster_name"], use_cache=False)

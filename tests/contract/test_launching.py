@@ -12,9 +12,9 @@ from contract.worlds import World, until
 from heliostat import backends
 from heliostat.backends.base import Handle, Order, Plan
 from heliostat.cluster import terminate
-from heliostat.errors import HeliostatError
-from heliostat.states import NodeState
-from heliostat.transport import Transport
+from heliostat.common.errors import HeliostatError
+from heliostat.remote.transport import Transport
+from heliostat.state.states import NodeState
 
 pytestmark = [pytest.mark.needs_linux, pytest.mark.parametrize("world", ["slurm", "pbs"], indirect=True)]
 GROUP = {"groups": {"gpu": {"nodes": 1}}}  # two allocations, one after the other

@@ -11,9 +11,9 @@ import pytest
 from contract.worlds import BatchWorld, World
 from heliostat.cluster.manager import ClusterManager
 from heliostat.cluster.view import View
-from heliostat.errors import DeadlineError
-from heliostat.events import Event
-from heliostat.states import NodeState
+from heliostat.common.errors import DeadlineError
+from heliostat.common.events import Event
+from heliostat.state.states import NodeState
 
 pytestmark = [pytest.mark.needs_linux, pytest.mark.parametrize("world", ["slurm", "pbs"], indirect=True)]
 

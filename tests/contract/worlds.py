@@ -14,20 +14,21 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
-from heliostat import mirror, ssh
 from heliostat.agent import processes
-from heliostat.backends import _batch
+from heliostat.backends import batch
 from heliostat.backends.base import Handle
 from heliostat.cluster import planner
 from heliostat.cluster.clock import Clock
 from heliostat.cluster.launch import Launcher
 from heliostat.cluster.manager import ClusterManager
 from heliostat.cluster.view import View
-from heliostat.errors import HeliostatError
-from heliostat.events import Event
-from heliostat.spec import ClusterSpec
-from heliostat.store import ClusterFolder, Record, Store
-from heliostat.transport import Completed, Local, Spawned
+from heliostat.common.errors import HeliostatError
+from heliostat.common.events import Event
+from heliostat.config.spec import ClusterSpec
+from heliostat.remote import directory, ssh
+from heliostat.remote.transport import Completed, Local, Spawned
+from heliostat.state.records import Record
+from heliostat.state.store import ClusterFolder, Store
 
 STUB = Path(__file__).parent / "stub_agent.py"
 FAKE = Path(__file__).parent / "fake_batch.py"
@@ -223,14 +224,14 @@ class BatchWorld(LocalWorld):
     orphans_end: ClassVar[bool] = False
     programs: ClassVar[tuple[str, ...]]
     starter: ClassVar[bytes]  # of the other nodes' agents
-    patience: ClassVar[tuple[float, float]] = (_batch.END_S, _batch.CANCEL_S)
+    patience: ClassVar[tuple[float, float]] = (batch.END_S, batch.CANCEL_S)
 
     def __init__(self, home: Path, folder: Path) -> None:
         super().__init__(home, folder)
         put_on_path(folder, FAKE, *self.programs)
         for name in ("refuse-launch", "refuse-cancel"):
             (folder / name).unlink(missing_ok=True)
-        _batch.END_S, _batch.CANCEL_S = self.patience
+        batch.END_S, batch.CANCEL_S = self.patience
 
     def queue_job(self, number: int) -> None:
         """The job with this number (1 is the first) stays in the queue."""
@@ -260,7 +261,7 @@ class BatchWorld(LocalWorld):
 
     def refuse_cancel(self) -> None:
         (self.folder / "refuse-cancel").touch()
-        _batch.END_S = _batch.CANCEL_S = 0.5
+        batch.END_S = batch.CANCEL_S = 0.5
 
     def is_ours(self, words: bytes) -> bool:
         return words.endswith((b".sh", b"node")) and self.starter not in words
@@ -303,7 +304,7 @@ class SshWorld(LocalWorld):
             (folder / name).unlink(missing_ok=True)
         os.environ["XDG_RUNTIME_DIR"] = str(folder)
         ssh._known.clear()
-        mirror.PULL_S = 0.02
+        directory.PULL_S = 0.02
 
     @property
     def calls(self) -> int:

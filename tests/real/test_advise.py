@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 import heliostat as api
-from heliostat.advice import Advice
-from heliostat.sizing import STRATEGIES, Node, rllib
+from heliostat.diagnostics.advisor import Advice
+from heliostat.diagnostics.sizing import STRATEGIES, Node, rllib
 from shared import document, driver_words, heliostat, nothing_left, private_home, until
 
 pytestmark = pytest.mark.needs_ray

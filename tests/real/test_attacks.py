@@ -24,10 +24,10 @@ from typing import Any
 
 import pytest
 
-from heliostat import relay
 from heliostat.agent import hub
 from heliostat.agent.ray_start import listening_ports, sockets_of
-from heliostat.rayapi import NoAnswer, RayApi
+from heliostat.remote import relay
+from heliostat.remote.ray_client import NoAnswer, RayApi
 from real.faults import Node
 from shared import COMMAND, PATIENCE_S, document, heliostat, until
 

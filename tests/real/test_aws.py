@@ -142,7 +142,7 @@ def nothing_left(lab: Lab, cloud: Cloud) -> Iterator[None]:
         lab.heliostat("down", name["name"], env=cloud.env)
     wait_for("nothing in the account", lambda: not cloud.left())
     wait_for("both machines off and on again", lambda: not any(map(lab.left_on, HOSTS.values())))
-    for module in ("heliostat.launching", "heliostat"):
+    for module in ("heliostat.backends.cloud.launcher", "heliostat"):
         wait_for(f"no {module} on the login node", lambda m=module: not lab.find("ctl", "-m", m, user=None))  # type: ignore[misc]
     assert not lab.root("ctl", "sh", "-c", "ls -d /tmp/ray* /tmp/hl-* 2>/dev/null").out
     no_clusters(lab)
@@ -293,7 +293,7 @@ def test_kill_9_of_up(lab: Lab, cloud: Cloud) -> None:
     wait_for("an instance", cloud.alive)
     lab.root("ctl", "kill", "-9", *lab.find("ctl", "-m", "heliostat", "up", user=None))
     up.wait(60)
-    assert lab.find("ctl", "-m", "heliostat.launching", user=None), "it outlives the command"
+    assert lab.find("ctl", "-m", "heliostat.backends.cloud.launcher", user=None), "it outlives the command"
     said = json.loads(ok(lab.heliostat("status", "lab", "--json", env=cloud.env)).out)
     assert said["state"] in ("queued", "starting")
     ok(lab.heliostat("down", "lab", env=cloud.env))

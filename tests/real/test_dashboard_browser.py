@@ -19,9 +19,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from heliostat.errors import HeliostatError
-from heliostat.rayapi import RayApi
-from heliostat.tunnel import DashboardProxy, redirect_page
+from heliostat.common.errors import HeliostatError
+from heliostat.remote.dashboard_proxy import DashboardProxy, redirect_page
+from heliostat.remote.ray_client import RayApi
 from real.browser import (
     ATTACKS,
     FRAME,
@@ -418,9 +418,9 @@ def test_another_user_on_the_ipv6_half_of_the_port(
 IN_A_NAMESPACE = """
 import os, socket, sys
 from pathlib import Path
-from heliostat.errors import HeliostatError
-from heliostat.rayapi import RayApi
-from heliostat.tunnel import DashboardProxy
+from heliostat.common.errors import HeliostatError
+from heliostat.remote.ray_client import RayApi
+from heliostat.remote.dashboard_proxy import DashboardProxy
 uid, ipv6 = int(sys.argv[1]), sys.argv[2] == "ipv6"
 Path("/proc/sys/net/ipv4/ip_local_port_range").write_text("40000 40003")
 if not ipv6:

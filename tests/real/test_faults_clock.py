@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from heliostat.agent.idle import IdleClock
-from heliostat.errors import DeadlineError
-from heliostat.store import ClusterFolder
+from heliostat.common.errors import DeadlineError
+from heliostat.state.store import ClusterFolder
 from real.faults import Node, fake_ray, past, tell_tale
 from shared import document, heliostat, until
 

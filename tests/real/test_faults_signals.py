@@ -331,20 +331,20 @@ def test_run_goes_on_without_its_command(home: Path, tmp_path: Path, start: Star
 
 AT = {
     # the folder is being written
-    "in the draft": "heliostat.store.write_atomic = kill_at(heliostat.store.write_atomic, 3)",
+    "in the draft": "heliostat.state.store.write_atomic = kill_at(heliostat.state.store.write_atomic, 3)",
     # the name is claimed, nothing is started
     "before the launch": "heliostat.cluster.launch.Launcher.launch_missing = kill_at(None, 1)",
     # a process waits for its config, and nobody has written down that it exists
-    "before the id is on record": "heliostat.store.ClusterFolder.save = kill_at(heliostat.store.ClusterFolder.save, 2)",
+    "before the id is on record": "heliostat.state.store.ClusterFolder.save = kill_at(heliostat.state.store.ClusterFolder.save, 2)",
     # it is on record, and never gets its config
-    "before the agent is told": "heliostat.transport._feed = kill_at(None, 1)",
+    "before the agent is told": "heliostat.remote.transport._feed = kill_at(None, 1)",
     # the head has begun, the worker waits
-    "between two nodes": "heliostat.transport._feed = kill_at(heliostat.transport._feed, 2)",
+    "between two nodes": "heliostat.remote.transport._feed = kill_at(heliostat.remote.transport._feed, 2)",
     "while it waits": "heliostat.cluster.readiness.ReadinessWaiter.wait = kill_at(None, 1)",
 }
 KILLED = """
 import os, signal, sys
-import heliostat.cluster.launch, heliostat.cluster.readiness, heliostat.store, heliostat.transport
+import heliostat.cluster.launch, heliostat.cluster.readiness, heliostat.remote.transport, heliostat.state.store
 
 
 def kill_at(function, call):

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from heliostat import ssh
-from heliostat.errors import HeliostatError
-from heliostat.ssh import Ssh
-from heliostat.transport import Completed, Local, at_once
+from heliostat.common.errors import HeliostatError
+from heliostat.remote import ssh
+from heliostat.remote.ssh import Ssh
+from heliostat.remote.transport import Completed, Local, at_once
 from shared import until
 
 pytestmark = [pytest.mark.needs_sshd]

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from heliostat.states import NodeState
-from heliostat.store import ClusterFolder, NodeRecord, Record, Store
+from heliostat.state.records import NodeRecord, Record
+from heliostat.state.states import NodeState
+from heliostat.state.store import ClusterFolder, Store
 
 NOBODY = 65534
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from heliostat.errors import HeliostatError
-from heliostat.transport import Completed, Local
+from heliostat.common.errors import HeliostatError
+from heliostat.remote.transport import Completed, Local
 
 Answer = tuple[int, str, str] | HeliostatError
 

@@ -10,8 +10,8 @@ import pytest
 import heliostat
 from heliostat import api
 from heliostat.cluster.manager import ClusterManager
-from heliostat.errors import UsageError
-from heliostat.spec import ClusterSpec
+from heliostat.common.errors import UsageError
+from heliostat.config.spec import ClusterSpec
 
 
 class Asked(Exception):

@@ -16,12 +16,14 @@ import pytest
 
 from docs import made
 from docs.pages import ROOT, Block, blocks, pages, without_blocks
-from heliostat import backends, config, doctor
+from heliostat import backends
 from heliostat.cli.app import cli
 from heliostat.cli.native import META
 from heliostat.cli.output import Output
-from heliostat.errors import HeliostatError
-from heliostat.spec import check_name
+from heliostat.common.errors import HeliostatError
+from heliostat.config import loader
+from heliostat.config.spec import check_name
+from heliostat.diagnostics import doctor
 
 KUBERNETES = (ROOT / "docs" / "kubernetes.md").read_text()
 PAGES = pages()
@@ -88,7 +90,7 @@ def test_files_are_taken(block: Block, tmp_path: Path) -> None:
         return
     path = tmp_path / "heliostat.yaml"
     path.write_text(block.text)
-    config.load(backends.names(), file=path, nodes_of=backends.nodes_of)
+    loader.load(backends.names(), file=path, nodes_of=backends.nodes_of)
 
 
 @of("python")
@@ -138,7 +140,7 @@ def test_doctor_says_only_what_is_listed() -> None:
     package = ROOT / "src" / "heliostat"
     makers = {path.name for path in package.rglob("*.py") if re.search(r"\bCheck\(", path.read_text())}
     assert makers == {"base.py"}
-    source = (package / "doctor.py").read_text()
+    source = (package / "diagnostics" / "doctor.py").read_text()
     asked = [*doctor.HERE, *doctor.HOSTS, *doctor.CLUSTER]
     assert [name for name in asked if source.count(f'"{name}"') < 2] == []
 

@@ -28,7 +28,7 @@ def test_where_a_checkout_is_does_not_matter(place: str) -> None:
         assert not has_words(argv, "-m", "heliostat") and not is_of_a_node(argv), argv
     assert has_words([python, "-m", "heliostat", "up", "lab.yaml"], "-m", "heliostat", "up")
     assert not has_words([python, "-m", "heliostat", "up"], "-m", "heliostat", "down")
-    assert not has_words([python, "-m", "heliostat.launching"], "-m", "heliostat")
+    assert not has_words([python, "-m", "heliostat.backends.cloud.launcher"], "-m", "heliostat")
 
 
 @pytest.mark.parametrize(

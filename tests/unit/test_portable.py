@@ -13,8 +13,8 @@ import pytest
 
 import heliostat
 from contract.worlds import FAKE_SSH, STUB, put_on_path
-from heliostat import store
-from heliostat.store import Store
+from heliostat.state import locks, store
+from heliostat.state.store import Store
 
 WINDOWS = Path(__file__).parent / "windows.py"
 PACKAGE = Path(heliostat.__file__).parent
@@ -113,7 +113,8 @@ def test_doctor(client: Client) -> None:
 
 @pytest.fixture
 def nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "process_start", lambda pid: None)
+    for module in (store, locks):
+        monkeypatch.setattr(module, "process_start", lambda pid: None)
 
 
 def test_a_draft_of_a_process_of_which_nothing_is_known_stays(tmp_path: Path, nobody_knows: None) -> None:
@@ -132,6 +133,6 @@ def test_a_lock_is_judged_by_its_age(
     with folder.lock():
         with pytest.raises(heliostat.HeliostatError, match="another command"), folder.lock(0):
             pass
-        monkeypatch.setattr(store, "LOCK_S", -1.0)
+        monkeypatch.setattr(locks, "LOCK_S", -1.0)
         with folder.lock():
             pass

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from heliostat.rayapi import RayApi
-from heliostat.tunnel import DashboardProxy
+from heliostat.remote.dashboard_proxy import DashboardProxy
+from heliostat.remote.ray_client import RayApi
 
 DEADLINE_S = 60.0  # a net: nothing here waits that long unless it is broken
 TOKEN = "a1b2" * 16

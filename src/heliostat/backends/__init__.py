@@ -1,4 +1,4 @@
-"""The sites. One file a backend, found by its name; adding a site is adding a file."""
+"""The backends. Each is a module or package here with a `BACKEND`, found by its name; adding one adds a file."""
 
 from __future__ import annotations
 
@@ -7,29 +7,33 @@ import pkgutil
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from heliostat.errors import Code, UsageError
+from heliostat.common.errors import Code, UsageError
 
 if TYPE_CHECKING:
     from heliostat.backends.base import Backend
 
+_SHARED = {"base", "batch", "cloud", "overrides"}  # modules that several backends use
+_CLOUDS = {"aws", "azure", "gcp"}  # modules of the package `cloud`
+
 
 def names() -> list[str]:
-    """The sites that are here, without importing any."""
-    found = (module.name for module in pkgutil.iter_modules(__path__))
-    return sorted(name for name in found if name != "base" and not name.startswith("_"))
+    """The names of all backends, without importing any."""
+    return sorted({module.name for module in pkgutil.iter_modules(__path__)} - _SHARED | _CLOUDS)
 
 
-def load(site: str) -> Backend:
-    if site not in names():
+def load(name: str) -> Backend:
+    """The backend of this name. Raises UsageError where there is none."""
+    if name not in names():
         raise UsageError(
-            f"there is no site `{site}`",
-            cause=f"sites here: {', '.join(names())}",
+            f"there is no backend `{name}`",
+            cause=f"backends: {', '.join(names())}",
             code=Code.USAGE_UNKNOWN_BACKEND,
         )
-    backend: Backend = importlib.import_module(f"heliostat.backends.{site}").BACKEND
+    module = f"cloud.{name}" if name in _CLOUDS else name
+    backend: Backend = importlib.import_module(f"heliostat.backends.{module}").BACKEND
     return backend
 
 
-def nodes_of(site: str, table: Mapping[str, Any]) -> int | None:
-    """How many nodes the site's own words ask for; None: they say nothing of it."""
-    return load(site).nodes_of(table) if site in names() else None
+def nodes_of(name: str, table: Mapping[str, Any]) -> int | None:
+    """How many nodes this table of a backend's options requests; None: the table does not determine it."""
+    return load(name).nodes_of(table) if name in names() else None

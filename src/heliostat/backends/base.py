@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from heliostat.errors import Code, HeliostatError
-from heliostat.states import NodeState
+from heliostat.common.errors import Code, HeliostatError
+from heliostat.state.states import NodeState
 
 if TYPE_CHECKING:
-    from heliostat.spec import ClusterSpec, Member
-    from heliostat.store import NodeRecord
-    from heliostat.transport import Completed, Transport
+    from heliostat.config.spec import ClusterSpec, Member
+    from heliostat.remote.transport import Completed, Transport
+    from heliostat.state.records import NodeRecord
 
 
 FIND_S = 20.0  # to find programs on a machine

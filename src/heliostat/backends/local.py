@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from heliostat.backends.base import RUN_S, Check, File, Handle, Observation, Order, Plan, Question, Step
-from heliostat.errors import Code, HeliostatError, UsageError
-from heliostat.limits import MOST_LOCAL_NODES
-from heliostat.ownership import require_safe
-from heliostat.script import by_shell
-from heliostat.states import NodeState
-from heliostat.transport import process_start
+from heliostat.common.errors import Code, HeliostatError, UsageError
+from heliostat.common.limits import MOST_LOCAL_NODES
+from heliostat.common.processes import process_start
+from heliostat.common.shell import by_shell
+from heliostat.state.ownership import require_safe
+from heliostat.state.states import NodeState
 
 if TYPE_CHECKING:
-    from heliostat.spec import ClusterSpec
-    from heliostat.transport import Completed, Spawner, Transport
+    from heliostat.config.spec import ClusterSpec
+    from heliostat.remote.transport import Completed, Spawner, Transport
 
 STOP_S = 60.0
 # by its path: `python -m` would look for it in the current directory first, which may be anybody's
@@ -56,8 +56,8 @@ class Local:
         return {}
 
     def plan(self, order: Order) -> Plan:
-        from heliostat.script import agent_script
-        from heliostat.spec import members
+        from heliostat.config.spec import members
+        from heliostat.remote.start_script import agent_script
 
         spec = order.spec
         if (spec.hosts or spec.head.host) and "on" not in spec.model_fields_set:

@@ -25,17 +25,17 @@ from heliostat.backends.base import (
     by_name,
     require_programs,
 )
-from heliostat.errors import Code, HeliostatError, PartialFailure, UsageError
-from heliostat.limits import MOST_NODES
-from heliostat.mirror import PLACE, UNSAFE, pack
-from heliostat.script import SAFE
-from heliostat.ssh import far
-from heliostat.states import NodeState
-from heliostat.transport import at_once
+from heliostat.common.errors import Code, HeliostatError, PartialFailure, UsageError
+from heliostat.common.limits import MOST_NODES
+from heliostat.common.shell import SAFE
+from heliostat.remote.directory import PLACE, UNSAFE, pack
+from heliostat.remote.ssh import far
+from heliostat.remote.transport import at_once
+from heliostat.state.states import NodeState
 
 if TYPE_CHECKING:
-    from heliostat.spec import ClusterSpec, Host, Member
-    from heliostat.transport import Completed, Transport
+    from heliostat.config.spec import ClusterSpec, Host, Member
+    from heliostat.remote.transport import Completed, Transport
 
 N = NodeState
 START_S = 60.0  # for an agent to say its first word
@@ -78,7 +78,7 @@ class OverSsh:
         return None
 
     def require(self, spec: ClusterSpec, host: Transport) -> None:
-        from heliostat.spec import hosts
+        from heliostat.config.spec import hosts
 
         if any(ssh_words(one) for one in hosts(spec)):
             require_programs(("ssh",), "install OpenSSH's client", host)
@@ -89,7 +89,7 @@ class OverSsh:
     # -- planning
 
     def plan(self, order: Order) -> Plan:
-        from heliostat.script import agent_script
+        from heliostat.remote.start_script import agent_script
 
         spec = order.spec
         if not spec.machines:
@@ -160,7 +160,7 @@ class OverSsh:
     def strays(self, mark: str | None, spec: ClusterSpec, host: Transport) -> list[Handle]:
         """An agent outlives whoever started it and died before its id was on record. One whose host cannot be reached ends
         for want of its head. Where nobody has the record, the head's host is asked first: without a head there is no cluster."""
-        from heliostat.spec import hosts, members
+        from heliostat.config.spec import hosts, members
 
         first, *rest = hosts(spec)
 
@@ -207,8 +207,8 @@ class OverSsh:
         return far(handle.detail["ssh"]).run(argv, timeout=RUN_S)
 
     def bring_home(self, handles: Sequence[Handle], folder: Path) -> list[str]:
-        from heliostat.mirror import Mirror
-        from heliostat.store import ClusterFolder
+        from heliostat.remote.directory import Mirror
+        from heliostat.state.store import ClusterFolder
 
         def one(handle: Handle) -> str:
             target = far(handle.detail["ssh"])
@@ -229,7 +229,7 @@ class OverSsh:
 
 def ssh_words(host: Host | None) -> tuple[str, ...]:
     """What one would type: `ssh -p 22 -i key -J jump user@host`. Nothing: it is this machine."""
-    from heliostat.spec import HERE
+    from heliostat.config.spec import HERE
 
     assert host is not None
     if host.host in HERE:

@@ -6,14 +6,14 @@ import sys
 
 import click
 
-from heliostat import advice, readings
 from heliostat.cli.options import CLUSTER, common
 from heliostat.cli.output import Output
 from heliostat.cli.status import only_one
 from heliostat.cluster.manager import ClusterManager
-from heliostat.errors import UsageError
-from heliostat.events import Event
-from heliostat.units import parse_duration
+from heliostat.common.errors import UsageError
+from heliostat.common.events import Event
+from heliostat.common.units import parse_duration
+from heliostat.diagnostics import advisor, metrics
 
 
 @click.command()
@@ -29,8 +29,8 @@ def command(out: Output, /, cluster: str | None, span: str) -> None:
         raise UsageError(f"--for: {error}", hint="--for 30s") from None
     manager = ClusterManager()
     name = cluster or only_one(manager)
-    figures = readings.collect(manager, name, seconds, lambda text: out.emit(Event("progress", text)))
-    found, short = advice.advise(figures), advice.summary(figures)
+    figures = metrics.collect(manager, name, seconds, lambda text: out.emit(Event("progress", text)))
+    found, short = advisor.advise(figures), advisor.summary(figures)
     if out.json:
         fields = [one.fields() for one in found]
         return out.document({"cluster": name, "summary": short, "advice": fields})

@@ -19,7 +19,7 @@ import click
 from heliostat._version import __version__
 from heliostat.cli.options import common
 from heliostat.cli.output import Output
-from heliostat.errors import Code, HeliostatError, Interrupted, UsageError, printable
+from heliostat.common.errors import Code, HeliostatError, Interrupted, UsageError, printable
 
 # verb -> what it does, in the order of a day's work; a verb's file has its name
 VERBS = {
@@ -150,7 +150,7 @@ def _usage(error: click.UsageError) -> UsageError:
 
 def _defect(error: Exception, debug: bool) -> HeliostatError:
     """Something that we did not foresee: the traceback goes to a file, never to the terminal unless asked for."""
-    from heliostat.store import Store
+    from heliostat.state.store import Store
 
     text = traceback.format_exc()
     if debug:

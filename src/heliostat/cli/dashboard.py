@@ -9,8 +9,8 @@ import click
 from heliostat.cli.options import CLUSTER, common
 from heliostat.cli.output import Output
 from heliostat.cluster.manager import ClusterManager
-from heliostat.store import write_atomic
-from heliostat.tunnel import DashboardProxy, redirect_page
+from heliostat.remote.dashboard_proxy import DashboardProxy, redirect_page
+from heliostat.state.files import write_atomic
 
 
 @click.command()

@@ -8,7 +8,7 @@ import click
 
 from heliostat.cli.options import CLUSTER, common, read_config
 from heliostat.cli.output import Output
-from heliostat.doctor import examine
+from heliostat.diagnostics.doctor import examine
 
 
 @click.command()

@@ -9,8 +9,8 @@ import click
 from heliostat.cli.options import CLUSTER, common
 from heliostat.cli.output import Output
 from heliostat.cluster.manager import ClusterManager
-from heliostat.errors import Code, HeliostatError, NotFoundError, PartialFailure, UsageError
-from heliostat.units import count
+from heliostat.common.errors import Code, HeliostatError, NotFoundError, PartialFailure, UsageError
+from heliostat.common.units import count
 
 
 @click.command()

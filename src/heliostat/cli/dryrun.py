@@ -11,11 +11,11 @@ from heliostat import backends
 from heliostat.cli.output import Output
 from heliostat.cluster.manager import ClusterManager
 from heliostat.cluster.planner import agent_archive
-from heliostat.script import quote
-from heliostat.units import format_bytes
+from heliostat.common.shell import quote
+from heliostat.common.units import format_bytes
 
 if TYPE_CHECKING:
-    from heliostat.config import Config
+    from heliostat.config.loader import Config
 
 
 def show(out: Output, manager: ClusterManager, config: Config, command: dict[str, Any] | None = None) -> None:

@@ -7,8 +7,8 @@ import click
 from heliostat.cli.options import CLUSTER, common
 from heliostat.cli.output import Output
 from heliostat.cluster.manager import ClusterManager
-from heliostat.errors import Code, HeliostatError, UsageError
-from heliostat.script import CONNECTION_VARIABLES, export, unset
+from heliostat.common.errors import Code, HeliostatError, UsageError
+from heliostat.common.shell import CONNECTION_VARIABLES, export, unset
 
 
 @click.command()

@@ -7,7 +7,7 @@ import click
 from heliostat.cli.options import CLUSTER, common
 from heliostat.cli.output import Output
 from heliostat.cluster.manager import ClusterManager
-from heliostat.errors import UsageError
+from heliostat.common.errors import UsageError
 
 
 @click.command(context_settings={"ignore_unknown_options": True})

@@ -13,9 +13,9 @@ import click
 from heliostat.cli.options import common, refuse_options
 from heliostat.cli.output import Output, table
 from heliostat.cluster.manager import ClusterManager
-from heliostat.errors import DiskError, UsageError, disk_code
-from heliostat.store import Record
-from heliostat.units import count, format_bytes, format_duration, parse_bytes, parse_duration
+from heliostat.common.errors import DiskError, UsageError, disk_code
+from heliostat.common.units import count, format_bytes, format_duration, parse_bytes, parse_duration
+from heliostat.state.records import Record
 
 COLUMNS = (
     "name",
@@ -84,7 +84,7 @@ def command(
 def prune_logs(out: Output, older_than: str | None, max_size: str | None, dry_run: bool) -> None:
     import time
 
-    from heliostat import retention
+    from heliostat.state import retention
 
     try:
         limit = retention.limit_bytes() if max_size is None else parse_bytes(max_size)

@@ -8,7 +8,7 @@ import click
 
 from heliostat.cli.options import common
 from heliostat.cli.output import Output
-from heliostat.errors import DiskError, UsageError, disk_code
+from heliostat.common.errors import DiskError, UsageError, disk_code
 
 
 @click.command()
@@ -19,14 +19,15 @@ from heliostat.errors import DiskError, UsageError, disk_code
 def command(out: Output, /, on: str | None, force: bool) -> None:
     """Writes a first heliostat.yaml for what it finds here: a scheduler, a kubeconfig, hosts of ~/.ssh/config, GPUs. Asks no
     other machine."""
-    from heliostat import backends, config
+    from heliostat import backends
     from heliostat.cluster import discovery
-    from heliostat.transport import Local
+    from heliostat.config import loader
+    from heliostat.remote.transport import Local
 
-    path = Path.cwd() / config.FILE
+    path = Path.cwd() / loader.FILE
     if path.exists() and not force:
         raise UsageError(
-            f"there is a `{config.FILE}` here already", details=str(path), hint="heliostat init --force"
+            f"there is a `{loader.FILE}` here already", details=str(path), hint="heliostat init --force"
         )
     found = discovery.discover(Local(), Path.home())
     site = discovery.choose(found, on)
@@ -38,7 +39,7 @@ def command(out: Output, /, on: str | None, force: bool) -> None:
         raise DiskError(
             f"could not write `{path}`", cause=error.strerror or str(error), code=disk_code(error)
         ) from None
-    name = config.load(backends.names(), file=path, environ={}).spec.cluster_name
+    name = loader.load(backends.names(), file=path, environ={}).spec.cluster_name
     first = {
         "ssh": ("make Ray ready on every host", "heliostat setup"),
         "kubernetes": ("ask the cluster what you may", "heliostat doctor heliostat.yaml"),
@@ -60,7 +61,7 @@ def command(out: Output, /, on: str | None, force: bool) -> None:
         )
     for where, words in found.sites.items():
         out.say(f"found {where}: {words}")
-    out.say(f"wrote {config.FILE} for `{site}`; read it, then:")
+    out.say(f"wrote {loader.FILE} for `{site}`; read it, then:")
     for what, line in after.values():
         out.say(f"  {what + ':':<29} {line}")
     out.data(str(path))

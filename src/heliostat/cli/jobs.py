@@ -7,7 +7,7 @@ import click
 from heliostat.cli.options import CLUSTER, common
 from heliostat.cli.output import Output, ago, table
 from heliostat.cluster.manager import ClusterManager
-from heliostat.units import format_duration
+from heliostat.common.units import format_duration
 
 
 @click.command()

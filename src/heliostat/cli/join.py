@@ -21,9 +21,9 @@ from heliostat.cli.options import (
 from heliostat.cli.output import Output
 from heliostat.cli.run import script_command
 from heliostat.cluster.manager import ClusterManager
-from heliostat.errors import UsageError
-from heliostat.script import quote
-from heliostat.units import count
+from heliostat.common.errors import UsageError
+from heliostat.common.shell import quote
+from heliostat.common.units import count
 
 # of the cluster itself, not of nodes that join it
 NOT_FOR_JOINS = ("name", "nodes", "min_nodes", "groups", "time", "head", "hosts", "idle", "autoscale")

@@ -14,9 +14,9 @@ from heliostat import backends
 from heliostat.cli.options import CLUSTER, common
 from heliostat.cli.output import Output, as_json
 from heliostat.cluster.manager import ClusterManager
-from heliostat.errors import Code, NotFoundError, printable
-from heliostat.joboutput import OwnOutput
-from heliostat.store import ClusterFolder
+from heliostat.common.errors import Code, NotFoundError, printable
+from heliostat.remote.job_output import OwnOutput
+from heliostat.state.store import ClusterFolder
 
 
 @click.command()

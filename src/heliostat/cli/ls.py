@@ -9,7 +9,7 @@ import click
 from heliostat.cli.options import common
 from heliostat.cli.output import Output, ago, table
 from heliostat.cluster.manager import ClusterManager
-from heliostat.store import Record
+from heliostat.state.records import Record
 
 
 @click.command()

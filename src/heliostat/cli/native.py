@@ -84,8 +84,8 @@ def _is_theirs(word: str, rest: list[str], args: list[str], command: click.Comma
 
 def _site(args: list[str], command: click.Command) -> str:
     """The site that these words are for: as they say, as the cluster's record has it, as the file says."""
-    from heliostat.config import FILE
-    from heliostat.store import Store
+    from heliostat.config.loader import FILE
+    from heliostat.state.store import Store
 
     said = {}
     for i, word in enumerate(args):

@@ -11,10 +11,10 @@ import click
 from click.shell_completion import CompletionItem
 
 from heliostat.cli.native import native_options
-from heliostat.errors import Code, HeliostatError, UsageError
+from heliostat.common.errors import Code, HeliostatError, UsageError
 
 if TYPE_CHECKING:
-    from heliostat.config import Config
+    from heliostat.config.loader import Config
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -50,7 +50,7 @@ class ClusterName(click.ParamType[str]):
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
-        from heliostat.store import Store
+        from heliostat.state.store import Store
 
         try:
             names = Store().names()
@@ -129,7 +129,7 @@ def wait_timeout(function: F) -> F:
 
 
 def _limit(text: str) -> int:
-    from heliostat.units import parse_walltime
+    from heliostat.common.units import parse_walltime
 
     try:
         seconds = parse_walltime(text)
@@ -150,7 +150,8 @@ def refuse_wait_timeout(given: float | None, beside: str, cause: str) -> None:
 
 def read_config(values: dict[str, Any], file: Path | None, *, base: dict[str, Any] | None = None) -> Config:
     """The spec from the file, the environment and the flags. `base`: a running cluster's own, instead of the file."""
-    from heliostat import backends, config
+    from heliostat import backends
+    from heliostat.config import loader
 
     flags = {KEYS[key]: value for key, value in values.items() if key in KEYS and value not in (None, ())}
     if "autoscale.max" in flags:
@@ -163,7 +164,7 @@ def read_config(values: dict[str, Any], file: Path | None, *, base: dict[str, An
 
     def load(**extra: Any) -> Config:
         look_in = None if base else Path.cwd()
-        return config.load(
+        return loader.load(
             backends.names(),
             file=file,
             flags={**flags, **extra},

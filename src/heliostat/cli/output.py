@@ -14,10 +14,10 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from heliostat.errors import JSON_SCHEMA, HeliostatError, printable
+from heliostat.common.errors import JSON_SCHEMA, HeliostatError, printable
 
 if TYPE_CHECKING:
-    from heliostat.events import Event
+    from heliostat.common.events import Event
 
 _COLOURS = {"error": "31", "hint": "36", "ok": "32", "warn": "33", "fail": "31", "dim": "2", "bold": "1"}
 _STATE_COLOURS = {
@@ -205,7 +205,7 @@ def _width() -> int:
 def _amounts(event: Event) -> str:
     if "bytes" not in event.detail:
         return event.text
-    from heliostat.units import format_bytes
+    from heliostat.common.units import format_bytes
 
     total = event.detail.get("of_bytes")
     return f"{event.text} {format_bytes(event.detail['bytes'])}" + (
@@ -228,6 +228,6 @@ def _cell(value: object) -> str:
 
 
 def ago(moment: float | None) -> str:
-    from heliostat.units import format_duration
+    from heliostat.common.units import format_duration
 
     return format_duration(max(0.0, time.time() - moment)) if moment else "-"

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from heliostat import sizing
 from heliostat.cli.options import CLUSTER, common
 from heliostat.cli.output import Output
 from heliostat.cli.status import only_one
+from heliostat.diagnostics import sizing
 
 if TYPE_CHECKING:
     from heliostat.api import Cluster

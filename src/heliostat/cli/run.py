@@ -24,11 +24,11 @@ from heliostat.cli.options import (
 )
 from heliostat.cli.output import Output
 from heliostat.cluster.manager import ClusterManager
-from heliostat.errors import Code, UsageError
-from heliostat.script import quote
+from heliostat.common.errors import Code, UsageError
+from heliostat.common.shell import quote
 
 if TYPE_CHECKING:
-    from heliostat.spec import ClusterSpec
+    from heliostat.config.spec import ClusterSpec
 
 
 @click.command(cls=SiteCommand)

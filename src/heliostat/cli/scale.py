@@ -8,8 +8,8 @@ from heliostat.cli.options import CLUSTER, common, wait_timeout
 from heliostat.cli.output import Output
 from heliostat.cli.up import summary
 from heliostat.cluster.manager import ClusterManager
-from heliostat.limits import MOST_WORKERS
-from heliostat.units import count
+from heliostat.common.limits import MOST_WORKERS
+from heliostat.common.units import count
 
 
 @click.command()

@@ -15,8 +15,9 @@ from heliostat.cli.output import Output
 @click.pass_obj
 def command(out: Output, /) -> None:
     """Prints the JSON Schema of heliostat.yaml, for editors and checkers."""
-    from heliostat import backends, config
+    from heliostat import backends
     from heliostat.cluster import planner
+    from heliostat.config import loader
 
     tables = {site: planner.backend_schema(site).json_schema() for site in backends.names()}
-    out.exact(json.dumps(config.schema(tables), indent=2))
+    out.exact(json.dumps(loader.schema(tables), indent=2))

@@ -12,7 +12,7 @@ from heliostat.cli.options import common, read_config
 from heliostat.cli.output import Output, table
 from heliostat.cluster import environment
 from heliostat.cluster.environment import Target
-from heliostat.units import count, format_bytes
+from heliostat.common.units import count, format_bytes
 
 
 @click.command()

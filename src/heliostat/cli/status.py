@@ -10,8 +10,8 @@ import click
 from heliostat.cli.options import CLUSTER, common
 from heliostat.cli.output import Output, ago, table
 from heliostat.cluster.manager import ClusterManager
-from heliostat.errors import Code, NotFoundError
-from heliostat.units import format_bytes, format_duration
+from heliostat.common.errors import Code, NotFoundError
+from heliostat.common.units import format_bytes, format_duration
 
 
 @click.command()

@@ -11,8 +11,8 @@ from heliostat.cli.options import CLUSTER, common, pairs
 from heliostat.cli.output import Output
 from heliostat.cluster.jobs import check_job_id
 from heliostat.cluster.manager import ClusterManager
-from heliostat.errors import Code, Interrupted, UsageError
-from heliostat.script import quote
+from heliostat.common.errors import Code, Interrupted, UsageError
+from heliostat.common.shell import quote
 
 
 @click.command(context_settings={"allow_interspersed_args": True})

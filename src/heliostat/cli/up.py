@@ -13,9 +13,9 @@ from heliostat.cli.native import SiteCommand
 from heliostat.cli.options import cluster_options, common, read_config, refuse_wait_timeout, wait_timeout
 from heliostat.cli.output import Output, table
 from heliostat.cluster.manager import ClusterManager
-from heliostat.errors import PartialFailure, StillStarting, UsageError
-from heliostat.states import NodeState
-from heliostat.units import count, format_bytes
+from heliostat.common.errors import PartialFailure, StillStarting, UsageError
+from heliostat.common.units import count, format_bytes
+from heliostat.state.states import NodeState
 
 if TYPE_CHECKING:
     from heliostat.cluster.view import View

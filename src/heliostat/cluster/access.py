@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
 from heliostat.backends.base import Backend, Platform
-from heliostat.store import ClusterFolder, Record, Store
+from heliostat.state.records import Record
+from heliostat.state.store import ClusterFolder, Store
 
 if TYPE_CHECKING:
-    from heliostat.mirror import Mirror
-    from heliostat.spec import ClusterSpec
-    from heliostat.ssh import Ssh
-    from heliostat.transport import Transport
+    from heliostat.config.spec import ClusterSpec
+    from heliostat.remote.directory import Mirror
+    from heliostat.remote.ssh import Ssh
+    from heliostat.remote.transport import Transport
 
 
 class BackendRegistry(Protocol):
@@ -47,7 +48,7 @@ class Access:
         via = table.get("via")
         if not via:
             return None
-        from heliostat.ssh import far
+        from heliostat.remote.ssh import far
 
         return far(("ssh", via))
 
@@ -69,11 +70,11 @@ class Access:
         gateway, backend = self.gateway(spec.sites.get(spec.on, {})), self.registry.load(spec.on)
         if gateway is None and (backend.shares_files or not backend.starts_ray):
             return ClusterFolder(self.store.clusters / spec.cluster_name)
-        from heliostat.mirror import PLACE
+        from heliostat.remote.directory import PLACE
 
         if gateway is not None:
             return ClusterFolder(gateway.home / PLACE / cluster_id)
-        from heliostat.spec import head_member
+        from heliostat.config.spec import head_member
 
         # Where each host has its own files, the path is relative to the home directory there. Each node has a directory,
         # since hosts may share a home; the head's is that of the cluster.
@@ -83,8 +84,8 @@ class Access:
         """The cluster's remote directory or, where each host has its own, that of this node. None: it is on this machine."""
         if record.place is None or self.is_collected(record) or self.is_archived(folder):
             return None
-        from heliostat.mirror import SMALL, Mirror
-        from heliostat.ssh import far
+        from heliostat.remote.directory import SMALL, Mirror
+        from heliostat.remote.ssh import far
 
         gateway, detail, key = self._gateway_of(record), None, record.id
         if gateway is None:

@@ -7,19 +7,20 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from heliostat.accounting import note_joins
 from heliostat.backends.base import Backend, Handle
 from heliostat.cluster.access import Access
+from heliostat.cluster.accounting import note_joins
 from heliostat.cluster.observe import OBSERVE_LOCK_S, Observer
 from heliostat.cluster.view import View
-from heliostat.errors import DeadlineError, DiskError, HeliostatError, NotFoundError
-from heliostat.events import Emit, Event
-from heliostat.states import TERMINAL
-from heliostat.store import ClusterFolder, Record
-from heliostat.transport import at_once
+from heliostat.common.errors import DeadlineError, DiskError, HeliostatError, NotFoundError
+from heliostat.common.events import Emit, Event
+from heliostat.remote.transport import at_once
+from heliostat.state.records import Record
+from heliostat.state.states import TERMINAL
+from heliostat.state.store import ClusterFolder
 
 if TYPE_CHECKING:
-    from heliostat.mirror import Mirror
+    from heliostat.remote.directory import Mirror
 
 ARCHIVE_LOCK_S = 30.0  # how long to wait for another command that writes the record
 FINAL = ("SUCCEEDED", "FAILED", "STOPPED")
@@ -107,8 +108,8 @@ class Archiver:
             backend.cancel(handles, self._access.host_of(record), now=True)
 
     def _prune_history(self, newest: ClusterFolder) -> None:
-        from heliostat import retention  # most commands archive nothing
-        from heliostat.units import count, format_bytes
+        from heliostat.common.units import count, format_bytes
+        from heliostat.state import retention  # most commands archive nothing
 
         try:
             pruned, freed = retention.enforce(self._store, newest)

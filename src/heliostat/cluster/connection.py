@@ -7,15 +7,15 @@ import os
 import socket
 from typing import TYPE_CHECKING, Any
 
-from heliostat import tls
 from heliostat.backends.base import Handle
 from heliostat.cluster.access import Access
 from heliostat.cluster.view import View, head_of
-from heliostat.errors import HeliostatError
-from heliostat.transport import Proxied, Transport
+from heliostat.common.errors import HeliostatError
+from heliostat.remote import tls
+from heliostat.remote.transport import Proxied, Transport
 
 if TYPE_CHECKING:
-    from heliostat.rayapi import RayApi
+    from heliostat.remote.ray_client import RayApi
 
 
 class Connector:
@@ -24,8 +24,8 @@ class Connector:
 
     def ray_api(self, view: View) -> RayApi:
         """The dashboard and Jobs API of the cluster."""
-        from heliostat import relay  # `env` needs no HTTP
-        from heliostat.rayapi import RayApi
+        from heliostat.remote import relay  # `env` needs no HTTP
+        from heliostat.remote.ray_client import RayApi
 
         view.require_running()
         connection = view.folder.connection() or {}

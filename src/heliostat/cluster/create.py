@@ -11,16 +11,17 @@ from typing import Any
 
 import yaml
 
-from heliostat import tls
 from heliostat.cluster import planner
 from heliostat.cluster.access import Access
 from heliostat.cluster.view import View
-from heliostat.errors import HeliostatError
-from heliostat.events import Emit, Event
-from heliostat.spec import ClusterSpec, hosts, members
-from heliostat.states import ClusterState
-from heliostat.store import ClusterFolder, NodeRecord, Record
-from heliostat.units import format_duration
+from heliostat.common.errors import HeliostatError
+from heliostat.common.events import Emit, Event
+from heliostat.common.units import format_duration
+from heliostat.config.spec import ClusterSpec, hosts, members
+from heliostat.remote import tls
+from heliostat.state.records import NodeRecord, Record
+from heliostat.state.states import ClusterState
+from heliostat.state.store import ClusterFolder
 
 
 class Creator:
@@ -86,7 +87,7 @@ class Creator:
         self._emit(Event("note", f"`{name}` runs on its machines, and is not on record here: taking it over"))
         files = {}
         if spec.security.auth == "token" and "ssh" in head:
-            from heliostat.ssh import far
+            from heliostat.remote.ssh import far
 
             for secret in ("token", *(tls.FILES if spec.security.tls else ())):
                 files[secret] = far(head["ssh"]).read(Path(head["folder"]) / secret)

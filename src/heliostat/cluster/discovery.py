@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from heliostat import backends
-from heliostat.backends._kube_api import kube_contexts
-from heliostat.errors import HeliostatError, UsageError
-from heliostat.script import split
-from heliostat.spec import DEFAULT_RAY, NAME, Host
-from heliostat.transport import Transport
-from heliostat.units import count
+from heliostat.backends.kubernetes.api import kube_contexts
+from heliostat.common.errors import HeliostatError, UsageError
+from heliostat.common.shell import split
+from heliostat.common.units import count
+from heliostat.config.spec import DEFAULT_RAY, NAME, Host
+from heliostat.remote.transport import Transport
 
 PROBE_S = 10.0
 PREFERENCE = ("slurm", "pbs", "kubernetes", "ssh", "local")  # the most capable first

@@ -18,19 +18,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from heliostat import staging
 from heliostat.cluster import planner
 from heliostat.cluster.access import Access
-from heliostat.errors import HeliostatError, Interrupted, PartialFailure, UsageError
-from heliostat.events import Emit, Event
-from heliostat.mirror import pack as tar
-from heliostat.script import SAFE, BatchScript, agent_script
-from heliostat.spec import DEFAULT_RAY, LISTED, hosts
-from heliostat.transport import AT_ONCE, abandon
+from heliostat.common.errors import HeliostatError, Interrupted, PartialFailure, UsageError
+from heliostat.common.events import Emit, Event
+from heliostat.common.shell import SAFE
+from heliostat.config.spec import DEFAULT_RAY, LISTED, hosts
+from heliostat.remote import staging
+from heliostat.remote.directory import pack as tar
+from heliostat.remote.start_script import BatchScript, agent_script
+from heliostat.remote.transport import AT_ONCE, abandon
 
 if TYPE_CHECKING:
-    from heliostat.spec import ClusterSpec, Environment
-    from heliostat.transport import Transport
+    from heliostat.config.spec import ClusterSpec, Environment
+    from heliostat.remote.transport import Transport
 
 INSTALL_S = 1800.0
 PROBE_S = 60.0
@@ -188,7 +189,7 @@ class EnvironmentInstaller:
 
 def _listed_targets(spec: ClusterSpec) -> list[Target]:
     from heliostat.backends.ssh import ssh_words
-    from heliostat.ssh import far
+    from heliostat.remote.ssh import far
 
     if not spec.machines:
         raise UsageError("there are no `hosts`", hint="hosts: [zinc, ann@copper] in the file")

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 from heliostat.cluster.access import Access
 from heliostat.cluster.observe import Observer
 from heliostat.cluster.view import RUN, command_status, end_reason, head_of
-from heliostat.errors import HeliostatError, NotFoundError
-from heliostat.states import TERMINAL
-from heliostat.store import ClusterFolder
+from heliostat.common.errors import HeliostatError, NotFoundError
+from heliostat.state.states import TERMINAL
+from heliostat.state.store import ClusterFolder
 
 if TYPE_CHECKING:
     from heliostat.cluster.clock import Clock
-    from heliostat.transport import Transport
+    from heliostat.remote.transport import Transport
 
 OBSERVE_S = 1.0  # between two observations of the cluster
 MIN_PAUSE_S, MAX_PAUSE_S = 0.02, 0.1  # between two reads of the output

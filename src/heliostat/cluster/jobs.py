@@ -11,15 +11,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from heliostat import upload
 from heliostat.cluster.status import run_job, without_driver
 from heliostat.cluster.view import View, end_reason, head_of
-from heliostat.errors import DeadlineError, DiskError, HeliostatError, NotFoundError, UsageError
-from heliostat.events import Emit, Event
-from heliostat.rayapi import NoAnswer, NotLetIn, RayApi
-from heliostat.script import quote
-from heliostat.states import NodeState
-from heliostat.store import ClusterFolder
+from heliostat.common.errors import DeadlineError, DiskError, HeliostatError, NotFoundError, UsageError
+from heliostat.common.events import Emit, Event
+from heliostat.common.shell import quote
+from heliostat.remote import upload_limit
+from heliostat.remote.ray_client import NoAnswer, NotLetIn, RayApi
+from heliostat.state.states import NodeState
+from heliostat.state.store import ClusterFolder
 
 if TYPE_CHECKING:
     from heliostat.cluster.access import Access
@@ -163,7 +163,7 @@ class Jobs:
             self._emit(Event("note", f"the job goes on, but is not on record: {error}"))
 
     def _upload(self, api: RayApi, folder: Path, excludes: Sequence[str]) -> str:
-        from heliostat.workdir import pack
+        from heliostat.remote.working_dir import pack
 
         def progress(verb: str) -> Callable[[int, int], None]:
             return lambda done, total: self._emit(
@@ -262,5 +262,5 @@ def _check_head_memory(api: RayApi, directory: Path, size: int) -> None:
     """Raises UsageError for a package that is too large for the head's memory, as far as Ray reports it."""
     head = next((node for node in api.nodes() if node["is_head"]), None)
     used, total = (head["host"]["memory"] if head else None) or (0, 0)
-    if total and size > upload.limit(total - used):
-        raise upload.refuse(directory, size, total - used)
+    if total and size > upload_limit.limit(total - used):
+        raise upload_limit.refuse(directory, size, total - used)

@@ -9,12 +9,13 @@ from heliostat.cluster import planner
 from heliostat.cluster.readiness import POLL_S, ReadinessDeadline
 from heliostat.cluster.scaling import LEAVE_S, check_total
 from heliostat.cluster.view import View, command_status, describe_waiting
-from heliostat.errors import DeadlineError, HeliostatError, Interrupted, UsageError
-from heliostat.events import Emit, Event
-from heliostat.spec import ClusterSpec, Member, worker_members
-from heliostat.states import TERMINAL, NodeState
-from heliostat.store import ClusterFolder, NodeRecord, Record
-from heliostat.units import count
+from heliostat.common.errors import DeadlineError, HeliostatError, Interrupted, UsageError
+from heliostat.common.events import Emit, Event
+from heliostat.common.units import count
+from heliostat.config.spec import ClusterSpec, Member, worker_members
+from heliostat.state.records import NodeRecord, Record
+from heliostat.state.states import TERMINAL, NodeState
+from heliostat.state.store import ClusterFolder
 
 if TYPE_CHECKING:
     from heliostat.cluster.access import Access

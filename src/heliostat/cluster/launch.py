@@ -9,16 +9,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from heliostat import tls
 from heliostat.backends.base import Handle, Order, Plan
 from heliostat.cluster import planner
 from heliostat.cluster.access import Access
 from heliostat.cluster.observe import Observer
 from heliostat.cluster.platform_sync import handle_of
-from heliostat.errors import HeliostatError, NotFoundError, PartialFailure
-from heliostat.events import Emit, Event
-from heliostat.states import TERMINAL, NodeState
-from heliostat.store import ClusterFolder, NodeRecord, Record, read_json, write_atomic
+from heliostat.common.errors import HeliostatError, NotFoundError, PartialFailure
+from heliostat.common.events import Emit, Event
+from heliostat.remote import tls
+from heliostat.state.files import read_json, write_atomic
+from heliostat.state.records import NodeRecord, Record
+from heliostat.state.states import TERMINAL, NodeState
+from heliostat.state.store import ClusterFolder
 
 N = NodeState
 
@@ -119,7 +121,7 @@ class Launcher:
                 yield remote_dir / name, (folder.path / name).read_bytes(), 0o600
         command = order.config.get("command")
         if command and command.get("package"):
-            from heliostat.workdir import pack
+            from heliostat.remote.working_dir import pack
 
             self._emit(Event("note", "copying this folder to where it will run"))
             with pack(Path.cwd(), ()) as package:

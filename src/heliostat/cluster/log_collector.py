@@ -10,13 +10,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from heliostat.cluster.view import head_of
-from heliostat.errors import AccessDenied, HeliostatError
-from heliostat.store import ClusterFolder, Record
+from heliostat.common.errors import AccessDenied, HeliostatError
+from heliostat.state.records import Record
+from heliostat.state.store import ClusterFolder
 
 if TYPE_CHECKING:
     from heliostat.backends.base import Handle
     from heliostat.cluster.platform_sync import PlatformSync
-    from heliostat.rayapi import RayApi
+    from heliostat.remote.ray_client import RayApi
 
 COLLECT_S = 15.0  # a machine that does not answer must not delay the release of the others
 AT_ONCE = 32  # nodes that are read at a time

@@ -15,9 +15,10 @@ from heliostat import backends
 from heliostat.cluster.access import Access, BackendRegistry
 from heliostat.cluster.archive import Archiver
 from heliostat.cluster.observe import Observer
-from heliostat.events import Emit
-from heliostat.store import ClusterFolder, Record, Store
-from heliostat.transport import Local, Transport
+from heliostat.common.events import Emit
+from heliostat.remote.transport import Local, Transport
+from heliostat.state.records import Record
+from heliostat.state.store import ClusterFolder, Store
 
 if TYPE_CHECKING:
     from heliostat.backends.base import Order, Plan
@@ -37,9 +38,9 @@ if TYPE_CHECKING:
     from heliostat.cluster.start import Starter
     from heliostat.cluster.terminate import Terminator
     from heliostat.cluster.view import View
-    from heliostat.errors import Refused
-    from heliostat.rayapi import RayApi
-    from heliostat.spec import ClusterSpec
+    from heliostat.common.errors import Refused
+    from heliostat.config.spec import ClusterSpec
+    from heliostat.remote.ray_client import RayApi
 
 
 class ClusterManager:

@@ -8,10 +8,10 @@ from dataclasses import replace
 from heliostat.backends.base import Handle
 from heliostat.cluster.access import Access
 from heliostat.cluster.observe import Observer
-from heliostat.errors import AccessDenied, HeliostatError, NotFoundError
-from heliostat.states import NodeState
-from heliostat.store import NodeRecord
-from heliostat.transport import Completed, at_once
+from heliostat.common.errors import AccessDenied, HeliostatError, NotFoundError
+from heliostat.remote.transport import Completed, at_once
+from heliostat.state.records import NodeRecord
+from heliostat.state.states import NodeState
 
 
 class Nodes:

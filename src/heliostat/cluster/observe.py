@@ -12,16 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from heliostat.accounting import note_joins, note_ready
 from heliostat.backends.base import Handle, Observation
 from heliostat.cluster.access import Access
+from heliostat.cluster.accounting import note_joins, note_ready
 from heliostat.cluster.platform_sync import DEMAND, PlatformSync, handle_of, new_nodes
 from heliostat.cluster.resolve import needs_report, resolve_platform_state, resolve_state
 from heliostat.cluster.view import View, group_alike, make_move
-from heliostat.errors import DeadlineError, DiskError, HeliostatError, NotFoundError
-from heliostat.events import Emit, Event
-from heliostat.states import TERMINAL, NodeState
-from heliostat.store import ClusterFolder, NodeRecord, Record
+from heliostat.common.errors import DeadlineError, DiskError, HeliostatError, NotFoundError
+from heliostat.common.events import Emit, Event
+from heliostat.state.records import NodeRecord, Record
+from heliostat.state.states import TERMINAL, NodeState
+from heliostat.state.store import ClusterFolder
 
 if TYPE_CHECKING:
     from heliostat.cluster.clock import Clock

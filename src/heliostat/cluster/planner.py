@@ -20,14 +20,17 @@ from typing import Any
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked
 
-from heliostat import backends, config, staging
+from heliostat import backends
 from heliostat.backends.base import Order, Plan
 from heliostat.cluster.access import Access
-from heliostat.errors import UsageError
-from heliostat.spec import DEFAULT_RAY, ClusterSpec, Environment, Member, count_members, members
-from heliostat.store import ClusterFolder, Record
-from heliostat.transport import Transport
-from heliostat.units import parse_window
+from heliostat.common.errors import UsageError
+from heliostat.common.units import parse_window
+from heliostat.config import loader
+from heliostat.config.spec import DEFAULT_RAY, ClusterSpec, Environment, Member, count_members, members
+from heliostat.remote import staging
+from heliostat.remote.transport import Transport
+from heliostat.state.records import Record
+from heliostat.state.store import ClusterFolder
 
 AGENT = Path(__file__).parents[1] / "agent"
 NO_ID = "0" * 16  # in the plan of a cluster that does not exist yet
@@ -140,7 +143,7 @@ def backend_options(spec: ClusterSpec, more: Mapping[str, Any] | None = None) ->
     try:
         return backend_schema(spec.on).validate_python({**spec.sites.get(spec.on, {}), **(more or {})})
     except ValidationError as error:
-        raise config.explain(error, {}, lambda path: known, prefix=spec.on) from None
+        raise loader.explain(error, {}, lambda path: known, prefix=spec.on) from None
 
 
 def agent_config(
@@ -232,7 +235,7 @@ def spec_json(spec: ClusterSpec) -> dict[str, Any]:
 
 
 def spec_of(record: Record) -> ClusterSpec:
-    return config.check(record.spec, {}, backends.names())
+    return loader.check(record.spec, {}, backends.names())
 
 
 def members_of(record: Record) -> list[Member]:

@@ -12,11 +12,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from heliostat.backends.base import Handle, Platform
-from heliostat.errors import NotFoundError, Refused
-from heliostat.store import ClusterFolder, NodeRecord, Record, write_atomic
+from heliostat.common.errors import NotFoundError, Refused
+from heliostat.state.files import write_atomic
+from heliostat.state.records import NodeRecord, Record
+from heliostat.state.store import ClusterFolder
 
 if TYPE_CHECKING:
-    from heliostat.transport import Transport
+    from heliostat.remote.transport import Transport
 
 DEMAND = "demand"  # `guest` of a node that the autoscaler added; it can leave at any time
 PULL_LOCK_S = 5.0  # the next pull writes the same again

@@ -10,11 +10,12 @@ from heliostat.cluster.access import Access
 from heliostat.cluster.launch import was_terminated
 from heliostat.cluster.observe import Observer
 from heliostat.cluster.view import View, describe_waiting, group_nodes, head_of
-from heliostat.errors import DeadlineError, HeliostatError, PartialFailure, StillStarting
-from heliostat.events import Emit, Event
-from heliostat.states import TERMINAL, NodeState
-from heliostat.store import ClusterFolder, NodeRecord, Record
-from heliostat.units import format_duration
+from heliostat.common.errors import DeadlineError, HeliostatError, PartialFailure, StillStarting
+from heliostat.common.events import Emit, Event
+from heliostat.common.units import format_duration
+from heliostat.state.records import NodeRecord, Record
+from heliostat.state.states import TERMINAL, NodeState
+from heliostat.state.store import ClusterFolder
 
 if TYPE_CHECKING:
     from heliostat.cluster.clock import Clock

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from heliostat.backends.base import Observation
-from heliostat.states import TERMINAL, NodeState
-from heliostat.store import NodeRecord
+from heliostat.state.records import NodeRecord
+from heliostat.state.states import TERMINAL, NodeState
 
 N = NodeState
 

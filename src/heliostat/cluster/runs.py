@@ -7,13 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from heliostat import upload
 from heliostat.cluster.platform_sync import handle_of
 from heliostat.cluster.view import RUN, View, head_of
-from heliostat.errors import DiskError, HeliostatError, NotFoundError
-from heliostat.events import Emit, Event
-from heliostat.store import ClusterFolder
-from heliostat.units import format_duration
+from heliostat.common.errors import DiskError, HeliostatError, NotFoundError
+from heliostat.common.events import Emit, Event
+from heliostat.common.units import format_duration
+from heliostat.remote import upload_limit
+from heliostat.state.store import ClusterFolder
 
 if TYPE_CHECKING:
     from heliostat.cluster.access import Access
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from heliostat.cluster.jobs import Jobs
     from heliostat.cluster.start import Starter
     from heliostat.cluster.terminate import Terminator
-    from heliostat.spec import ClusterSpec
+    from heliostat.config.spec import ClusterSpec
 
 TIMED_OUT = 124  # the exit code of `timeout` when it ended the command
 NO_READER = "nobody reads its output any more"
@@ -155,16 +155,16 @@ class Runs:
 
 def _check_package_size(spec: ClusterSpec) -> None:
     """Raises UsageError if the current directory is too large for the head, before the head is launched."""
-    from heliostat.spec import head_member
-    from heliostat.workdir import measure, pack
+    from heliostat.config.spec import head_member
+    from heliostat.remote.working_dir import measure, pack
 
     memory, directory = head_member(spec).memory, Path.cwd()
-    if memory is None or measure(directory, ()) <= upload.limit(memory - upload.RAY_BYTES):
+    if memory is None or measure(directory, ()) <= upload_limit.limit(memory - upload_limit.RAY_BYTES):
         return
     with pack(directory, ()) as package:
         size = package.data_path.stat().st_size
-    if size > upload.limit(memory - upload.RAY_BYTES):
-        raise upload.refuse(directory, size, memory - upload.RAY_BYTES)
+    if size > upload_limit.limit(memory - upload_limit.RAY_BYTES):
+        raise upload_limit.refuse(directory, size, memory - upload_limit.RAY_BYTES)
 
 
 def _record_exit_code(folder: ClusterFolder, code: int) -> None:

@@ -7,20 +7,21 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from heliostat import config
 from heliostat.backends.base import Handle
 from heliostat.cluster import planner
 from heliostat.cluster.observe import RESTARTED, SCALED
 from heliostat.cluster.platform_sync import DEMAND, handle_of
 from heliostat.cluster.readiness import POLL_S
 from heliostat.cluster.view import View, make_move
-from heliostat.errors import HeliostatError, NotFoundError, UsageError
-from heliostat.events import Emit, Event
-from heliostat.spec import ClusterSpec, members, worker_members
-from heliostat.spec import hosts as all_hosts
-from heliostat.states import TERMINAL, NodeState
-from heliostat.store import ClusterFolder, NodeRecord, Record
-from heliostat.units import count
+from heliostat.common.errors import HeliostatError, NotFoundError, UsageError
+from heliostat.common.events import Emit, Event
+from heliostat.common.units import count
+from heliostat.config import loader
+from heliostat.config.spec import ClusterSpec, members, worker_members
+from heliostat.config.spec import hosts as all_hosts
+from heliostat.state.records import NodeRecord, Record
+from heliostat.state.states import TERMINAL, NodeState
+from heliostat.state.store import ClusterFolder
 
 if TYPE_CHECKING:
     from heliostat.cluster.access import Access
@@ -117,7 +118,7 @@ class Scaling:
         more = [{"host": host} for host in hosts]
         # listed hosts that are not in use stay at the end
         keys = {"hosts": [*listed[: old.nodes], *more, *listed[old.nodes :]], "nodes": old.nodes + len(more)}
-        spec = config.check({**view.record.spec, **keys}, {}, self._access.registry.names())
+        spec = loader.check({**view.record.spec, **keys}, {}, self._access.registry.names())
         self._creator.record_hosts(view.folder, spec)
         self._launcher.launch_missing(view.folder)
         return self._waiter.wait(view.folder)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from heliostat.cluster import planner
 from heliostat.cluster.create import check_same_spec
 from heliostat.cluster.view import View
-from heliostat.errors import (
+from heliostat.common.errors import (
     HeliostatError,
     Interrupted,
     NotFoundError,
@@ -16,8 +16,8 @@ from heliostat.errors import (
     StillStarting,
     UsageError,
 )
-from heliostat.events import Emit, Event
-from heliostat.store import ClusterFolder
+from heliostat.common.events import Emit, Event
+from heliostat.state.store import ClusterFolder
 
 if TYPE_CHECKING:
     from heliostat.cluster.access import Access
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from heliostat.cluster.observe import Observer
     from heliostat.cluster.readiness import ReadinessWaiter
     from heliostat.cluster.terminate import Terminator
-    from heliostat.spec import ClusterSpec
+    from heliostat.config.spec import ClusterSpec
 
 
 class Starter:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from heliostat.errors import JSON_SCHEMA, HeliostatError
-from heliostat.rayapi import FINAL
-from heliostat.store import NodeRecord
+from heliostat.common.errors import JSON_SCHEMA, HeliostatError
+from heliostat.remote.ray_client import FINAL
+from heliostat.state.records import NodeRecord
 
 if TYPE_CHECKING:
     from heliostat.cluster.connection import Connector

@@ -13,7 +13,7 @@ from heliostat.cluster.archive import Archiver, check_same_cluster, is_batch
 from heliostat.cluster.observe import Observer
 from heliostat.cluster.platform_sync import handle_of
 from heliostat.cluster.view import View, make_move
-from heliostat.errors import (
+from heliostat.common.errors import (
     DeadlineError,
     DiskError,
     HeliostatError,
@@ -22,10 +22,11 @@ from heliostat.errors import (
     PartialFailure,
     UsageError,
 )
-from heliostat.events import Emit, Event
-from heliostat.states import TERMINAL, NodeState
-from heliostat.store import ClusterFolder, Record
-from heliostat.units import count
+from heliostat.common.events import Emit, Event
+from heliostat.common.units import count
+from heliostat.state.records import Record
+from heliostat.state.states import TERMINAL, NodeState
+from heliostat.state.store import ClusterFolder
 
 if TYPE_CHECKING:
     from heliostat.cluster.clock import Clock

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from heliostat.errors import HeliostatError
-from heliostat.states import TERMINAL, ClusterState, NodeState, check_move
-from heliostat.store import ClusterFolder, NodeRecord, Record
+from heliostat.common.errors import HeliostatError
+from heliostat.state.records import NodeRecord, Record
+from heliostat.state.states import TERMINAL, ClusterState, NodeState, check_move
+from heliostat.state.store import ClusterFolder
 
 N = NodeState
 T = TypeVar("T")

@@ -1,0 +1,1 @@
+"""AWS, Google Cloud and Azure, through Ray's own cluster launcher."""

@@ -1,0 +1,3 @@
+"""The Kubernetes backend: KubeRay starts Ray."""
+
+from heliostat.backends.kubernetes.backend import BACKEND as BACKEND

@@ -1,0 +1,343 @@
+"""From a spec to KubeRay's RayCluster, or for a `run` to a RayJob, and what the operator would refuse long after the API
+server has accepted it. Pure.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from heliostat.backends.kubernetes.api import LABEL
+from heliostat.backends.kubernetes.states import PLAIN
+from heliostat.backends.overrides import merge
+from heliostat.common.errors import UsageError
+from heliostat.common.shell import quote
+from heliostat.config.spec import DEFAULT_RAY, Kind, head_member, worker_kinds
+
+if TYPE_CHECKING:
+    from heliostat.backends.kubernetes.options import Options
+    from heliostat.config.spec import ClusterSpec, Member
+
+CPUS, MEMORY = 2, 4 * 2**30  # of a pod whose size nobody has said
+AFTER_S = 60  # so long the operator leaves the cluster of a `run` after its job: we end it before
+DETACHED_S = 600  # where nobody waits, its output is to be had for so long
+UNSTARTED_S = 6 * 3600  # the operator gives up a `run` whose job never came
+PORTS = {"gcs-server": 6379, "dashboard": 8265, "client": 10001}
+DNS = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+QUALIFIED = re.compile(r"([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
+
+
+def manifest(
+    spec: ClusterSpec,
+    options: Options,
+    groups: Mapping[str, Options],
+    mark: str,
+    *,
+    run: bool,
+    detached: bool = False,
+) -> dict[str, Any]:
+    """The one object that is the cluster."""
+    ours = {LABEL: mark} if mark.strip("0") else {}  # one that a person creates by hand is theirs
+    labels = {**options.labels, "app.kubernetes.io/managed-by": "heliostat", **ours}
+    metadata: dict[str, Any] = {"name": spec.cluster_name}
+    if options.namespace:
+        metadata["namespace"] = options.namespace
+    metadata["labels"] = labels
+    if options.annotations:
+        metadata["annotations"] = dict(options.annotations)
+    kind, cluster = "RayCluster", _cluster(spec, options, groups)
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        if ours and "template" in group:  # so that pods can be found whose cluster is gone
+            about = group["template"].setdefault("metadata", {})
+            about["labels"] = {**(about.get("labels") or {}), **ours}
+    if run:
+        deadline = {"activeDeadlineSeconds": spec.time} if spec.time else {}
+        kind, cluster = "RayJob", {
+            # we hand the job to Ray ourselves, with this folder; the operator ends the cluster after it, whatever becomes of us
+            "submissionMode": "InteractiveMode",
+            "shutdownAfterJobFinishes": True,
+            "ttlSecondsAfterFinished": DETACHED_S if detached else AFTER_S,
+            "preRunningDeadlineSeconds": UNSTARTED_S,
+            **deadline,
+            "rayClusterSpec": cluster,
+        }  # fmt: skip
+    document = {"apiVersion": "ray.io/v1", "kind": kind, "metadata": metadata, "spec": cluster}
+    whole: dict[str, Any] = json.loads(json.dumps(document))  # nothing is shared: YAML would write references
+    return whole
+
+
+def _cluster(spec: ClusterSpec, options: Options, groups: Mapping[str, Options]) -> dict[str, Any]:
+    ray, kinds = ray_version(spec, options), worker_kinds(spec)
+    found: dict[str, Any] = {
+        "rayVersion": ray,
+        "authOptions": {"mode": "token" if spec.security.auth == "token" else "disabled"},
+    }
+    if spec.elastic:
+        idle = spec.autoscale.idle if spec.autoscale else 60
+        found["enableInTreeAutoscaling"] = True
+        found["autoscalerOptions"] = merge({"version": "v2", "idleTimeoutSeconds": idle}, options.autoscaler)
+    if options.gcs:
+        found["gcsFaultToleranceOptions"] = (
+            {"redisAddress": options.gcs} if isinstance(options.gcs, str) else dict(options.gcs)
+        )
+    head = head_member(spec)
+    start = {} if spec.head.work else {"num-cpus": "0", "num-gpus": "0"}
+    found["headGroupSpec"] = _group(spec, options, head, start)
+    found["workerGroupSpecs"] = [_workers(spec, groups.get(kind.name or "", options), kind) for kind in kinds]
+    whole: dict[str, Any] = merge(found, options.cluster)
+    return whole
+
+
+def _workers(spec: ClusterSpec, options: Options, kind: Kind) -> dict[str, Any]:
+    return {
+        "groupName": kind.name or PLAIN,
+        "replicas": kind.first,
+        "minReplicas": kind.least,
+        "maxReplicas": kind.most,
+        **_group(spec, options, kind.member, {}),
+    }
+
+
+def _group(spec: ClusterSpec, options: Options, member: Member, start: dict[str, str]) -> dict[str, Any]:
+    if spec.object_store:
+        start = {**start, "object-store-memory": str(spec.object_store)}
+    found: dict[str, Any] = {"rayStartParams": {**start, **options.ray_start}}
+    if member.labels:
+        found["labels"] = dict(member.labels)
+    if member.resources:
+        found["resources"] = {name: str(int(amount)) for name, amount in member.resources.items()}
+    template: dict[str, Any] = {"spec": merge(_pod(spec, options, member), _named(options.pod, member))}
+    about = {"labels": dict(options.labels), "annotations": dict(options.annotations)}
+    about = {key: value for key, value in about.items() if value}
+    found["template"] = {"metadata": about, **template} if about else template
+    return found
+
+
+def _pod(spec: ClusterSpec, options: Options, member: Member) -> dict[str, Any]:
+    memory = member.memory or MEMORY
+    idle = member.role == "head" and not spec.head.work  # no work for it, but the machine is there
+    cpus = spec.head.cpus or spec.cpus_per_node if idle else member.cpus
+    size = {"cpu": str(cpus or CPUS), "memory": quantity(memory)}
+    if member.gpus:
+        size[options.gpu] = str(member.gpus)
+    shm = int((spec.object_store or 0.3 * memory) * 1.1) // 2**20 * 2**20  # Ray takes 30 % by itself
+    volumes = [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": quantity(shm)}}]
+    mounts = [{"name": "shm", "mountPath": "/dev/shm"}]
+    for index, volume in enumerate(options.volumes):
+        one, mount = _volume(volume, f"volume-{index}")
+        volumes.append(one)
+        mounts.append(mount)
+    container: dict[str, Any] = {
+        "name": f"ray-{member.role}",
+        "image": options.image or image(spec, options, member),
+        "resources": {"requests": size, "limits": dict(size)},
+        "env": [{"name": key, "value": value} for key, value in spec.environment.env.items()],
+        "volumeMounts": mounts,
+    }
+    if member.role == "head":
+        container["ports"] = [{"name": name, "containerPort": port} for name, port in PORTS.items()]
+    lines = set_up(spec)
+    if lines:  # KubeRay runs them, and then `ray start`, in one shell
+        container["args"] = [" && ".join(lines)]
+    if not container["env"]:
+        del container["env"]
+    pod: dict[str, Any] = {"containers": [container], "volumes": volumes}
+    more = {
+        "serviceAccountName": options.service_account,
+        "nodeSelector": dict(options.node_selector),
+        "tolerations": [dict(one) for one in options.tolerations],
+        "imagePullSecrets": [{"name": name} for name in options.pull_secrets],
+    }
+    return {**pod, **{key: value for key, value in more.items() if value}}
+
+
+def set_up(spec: ClusterSpec) -> list[str]:
+    """Shell lines of the file, and its requirements: each pod begins with the bare image."""
+    lines = list(spec.environment.setup)
+    if spec.environment.requirements:
+        try:
+            with open(spec.environment.requirements) as stream:
+                said = [line.partition(" #")[0].strip() for line in stream]
+        except OSError as error:
+            raise UsageError(
+                f"could not read `{spec.environment.requirements}`", cause=error.strerror or str(error)
+            ) from None
+        wanted = [line for line in said if line and not line.startswith("#")]
+        odd = next((line for line in wanted if line.startswith("-")), None)
+        if odd:
+            raise UsageError(
+                f"`{spec.environment.requirements}` cannot be used on `kubernetes`",
+                cause=f"`{odd}` speaks of files that the pods do not have",
+                hint="build an image with them: kubernetes: {image: …}",
+            )
+        lines += [quote(["pip", "install", "--quiet", *wanted])] if wanted else []
+    return lines
+
+
+def _volume(volume: str | Mapping[str, Any], name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """`claim:/data[:ro]`, or a volume of Kubernetes with its `mountPath` beside."""
+    if isinstance(volume, str):
+        match = re.fullmatch(r"([a-z0-9][-a-z0-9.]*):(/[^:]*)(:ro)?", volume)
+        if not match:
+            raise UsageError(
+                f"`{volume}` is not a volume",
+                hint="kubernetes: {volumes: ['my-claim:/data', 'other:/in:ro']}",
+            )
+        only = {"readOnly": True} if match[3] else {}
+        return (
+            {"name": name, "persistentVolumeClaim": {"claimName": match[1], **only}},
+            {"name": name, "mountPath": match[2], **only},
+        )
+    rest = {key: value for key, value in volume.items() if key not in ("mountPath", "subPath", "readOnly")}
+    if "mountPath" not in volume:
+        raise UsageError("a volume has no `mountPath`", cause=str(dict(volume))[:200])
+    name = str(rest.get("name") or name)
+    where = {key: volume[key] for key in ("mountPath", "subPath", "readOnly") if key in volume}
+    return {**rest, "name": name}, {"name": name, **where}
+
+
+def ray_version(spec: ClusterSpec, options: Options) -> str:
+    """The file's own, or the image's, or the one that we would install."""
+    named = options.image or (spec.environment.container or "")
+    tag = re.search(r":(\d+\.\d+\.\d+)", named)
+    return spec.environment.ray or (tag[1] if tag else DEFAULT_RAY)
+
+
+def image(spec: ClusterSpec, options: Options, member: Member) -> str:
+    container = spec.environment.container or ""
+    if container.startswith("docker://"):
+        return container.removeprefix("docker://")
+    return f"rayproject/ray:{ray_version(spec, options)}" + ("-gpu" if member.gpus else "")
+
+
+def quantity(size: int) -> str:
+    """Bytes as Kubernetes writes them."""
+    for unit, power in (("Gi", 30), ("Mi", 20), ("Ki", 10)):
+        if size % 2**power == 0:
+            return f"{size >> power}{unit}"
+    return str(size)
+
+
+def _named(pod: Mapping[str, Any], member: Member) -> Mapping[str, Any]:
+    """In a person's own pod fields, the container without a name is Ray's."""
+    if not isinstance(pod.get("containers"), list) or not pod["containers"]:
+        return pod
+    ours = f"ray-{member.role}"
+    return {**pod, "containers": [{"name": ours, **container} for container in pod["containers"]]}
+
+
+def notes(spec: ClusterSpec, run: bool) -> Iterator[str]:
+    """What the file asks for and Kubernetes does not do: nothing there ends a RayCluster by a clock."""
+    if spec.idle.timeout and not run:
+        yield "`idle` does not end a cluster on `kubernetes`; `autoscale` lets its workers go when they are idle"
+    if spec.time and not run:
+        yield "`time` does not end a cluster on `kubernetes`; heliostat down does, and that of a `run` ends"
+
+
+# -- what the operator refuses, long after the server has accepted it
+
+
+def refuse(document: Mapping[str, Any]) -> None:
+    """Raises for what KubeRay's operator would only tell as an event."""
+    for what, cause in problems(document):
+        raise UsageError(what, cause=cause, hint="change it in the file, or by a flag; heliostat schema")
+
+
+def problems(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    kind, name, spec = document["kind"], str(document["metadata"]["name"]), document["spec"]
+    most = 47 if kind == "RayJob" else 53
+    if len(name) > most:
+        yield f"`{name}` is too long a name for a {kind}", f"KubeRay lets it have {most} characters"
+    if not DNS.fullmatch(name):
+        cause = "it becomes part of host names: small letters, digits and `-`, beginning with a letter"
+        yield f"`{name}` is not a name on `kubernetes`", cause
+    if kind == "RayJob":
+        ttl = spec.get("ttlSecondsAfterFinished", 0)
+        if ttl < 0 or (ttl > 0 and not spec.get("shutdownAfterJobFinishes")):
+            yield "`ttlSecondsAfterFinished` cannot be used", "it goes with `shutdownAfterJobFinishes` only"
+        spec = spec["rayClusterSpec"]
+    yield from _auth(spec)
+    groups = spec.get("workerGroupSpecs") or []
+    yield from _workers_problems(groups, bool(spec.get("enableInTreeAutoscaling")))
+    for where, group in [("head", spec["headGroupSpec"]), *((g["groupName"], g) for g in groups)]:
+        yield from _group_problems(where, group, bool(spec.get("enableInTreeAutoscaling")))
+    password = (spec.get("gcsFaultToleranceOptions") or {}).get("redisPassword") or {}
+    if "value" in password:
+        yield "`gcs.redisPassword.value` would be readable by all", "name a Secret in its `valueFrom`"
+
+
+def _auth(spec: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    if (spec.get("authOptions") or {}).get("mode") != "token":
+        return
+    found = re.match(r"(\d+)\.(\d+)", str(spec.get("rayVersion") or ""))
+    if not found or (int(found[1]), int(found[2])) < (2, 52):
+        cause = "Ray has had tokens since 2.52; older: security: {auth: none}"
+        yield f"Ray {spec.get('rayVersion')} has no authentication", cause
+
+
+def _workers_problems(groups: Sequence[Mapping[str, Any]], elastic: bool) -> Iterator[tuple[str, str]]:
+    names = [str(group["groupName"]) for group in groups]
+    for name in names:
+        if not DNS.fullmatch(name) or name == "headgroup":
+            cause = "it becomes part of its pods' names: small letters, digits and `-`"
+            yield f"`{name}` is not a name for a group on `kubernetes`", cause
+        if names.count(name) > 1:
+            yield f"two groups have the name `{name}`", "each has its own"
+    for group in groups:
+        least, most = group.get("minReplicas"), group.get("maxReplicas")
+        if least is None or most is None:
+            if not elastic:
+                yield (
+                    f"the group `{group['groupName']}` is not whole",
+                    "minReplicas and maxReplicas are both needed",
+                )
+        elif not 0 <= least <= most:
+            yield (
+                f"the group `{group['groupName']}` cannot be made",
+                f"at least {least} and at most {most} nodes",
+            )
+
+
+def _group_problems(where: str, group: Mapping[str, Any], elastic: bool) -> Iterator[tuple[str, str]]:
+    pod, start = group["template"]["spec"], group.get("rayStartParams") or {}
+    if not pod.get("containers"):
+        yield f"the pods of `{where}` have no container", "the first of `containers` is Ray's"
+        return
+    sized = {"num-cpus", "num-gpus", "memory", "resources"} & start.keys()
+    if sized and group.get("resources"):
+        yield (
+            f"the resources of `{where}` are given twice",
+            f"in `resources` and as {', '.join(sorted(sized))}",
+        )
+    for name in group.get("resources") or ():
+        if re.fullmatch(r"cpu|memory|.*gpu|.*nvidia\.com/mig-\d+g\.\d+gb", name.lower()):
+            yield (
+                f"`{name}` cannot be a resource of `{where}` on `kubernetes`",
+                "KubeRay takes the name for CPUs, memory or GPUs of the pod",
+            )
+        if "'" in name:
+            yield f"`{name}` cannot be a resource of `{where}`", "KubeRay writes it between such quotes"
+    if "labels" in start:
+        yield f"labels of `{where}` are given to `ray start`", "write them as `labels`"
+    for key, value in (group.get("labels") or {}).items():
+        if not QUALIFIED.fullmatch(key) or (
+            value and not re.fullmatch(r"[A-Za-z0-9]([-\w.]{0,61}[A-Za-z0-9])?", value)
+        ):
+            yield f"`{key}={value}` is not a label of Kubernetes", f"of the nodes of `{where}`"
+    for key, value in start.items():
+        if not isinstance(value, str):
+            yield f"`ray_start.{key}` is not a text", "write it in quotes"
+    if elastic and pod.get("restartPolicy", "Never") != "Never":
+        yield (
+            f"`restartPolicy` of `{where}` cannot be {pod['restartPolicy']}",
+            "with `autoscale` pods are replaced: Never",
+        )
+    ray = pod["containers"][0]
+    for name in {str(env.get("name")) for env in ray.get("env") or ()} & {
+        "RAY_REDIS_ADDRESS",
+        "REDIS_PASSWORD",
+        "RAY_AUTH_TOKEN",
+    }:
+        yield f"`{name}` cannot be set by hand", "KubeRay sets it: `gcs` and `security` of the file"

@@ -1,0 +1,3 @@
+"""The PBS backend."""
+
+from heliostat.backends.pbs.backend import BACKEND as BACKEND

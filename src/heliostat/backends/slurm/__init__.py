@@ -1,0 +1,3 @@
+"""The Slurm backend."""
+
+from heliostat.backends.slurm.backend import BACKEND as BACKEND

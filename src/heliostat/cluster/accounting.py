@@ -1,0 +1,58 @@
+"""What a cluster and its joins used, for the history: from the times that the head's agent keeps."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from heliostat.state.records import Record
+from heliostat.state.states import TERMINAL, ClusterState, NodeState
+
+Json = dict[str, Any]
+_LEFT = {*map(str, TERMINAL), str(NodeState.STOPPING), str(NodeState.LOST)}
+
+
+def note_ready(record: Record, live: Json) -> None:
+    """When the cluster could be used first. The head's time counts: nobody may have looked in that moment."""
+    if record.ready is None:
+        told = live.get("ready") or (live.get("job") or {}).get("started")
+        if told or record.state() is ClusterState.READY:
+            record.ready = float(told or time.time())
+
+
+def note_joins(record: Record, live: Json) -> None:
+    """What is known of each join: ready, ended, seconds, node_seconds, status, exit_code. Called before its nodes are
+    forgotten, and once more when the cluster has ended."""
+    table = live.get("nodes") or {}
+    over = record.ended or (live.get("ended") or {}).get("at")
+    for join in record.jobs:
+        if "nodes" not in join:
+            continue  # a job of Ray's
+        names = [f"{join['id']}-{i}" for i in range(1, join["nodes"] + 1)]
+        spans = [span for name in names if (span := _span(record, table.get(name) or {}, name, over))]
+        if spans:
+            join["ready"] = max(ready for ready, _ in spans)
+        ends = [end for _, end in spans if end is not None]
+        if ends and len(ends) == len(spans):
+            join["ended"] = max(ends)
+            join["node_seconds"] = round(sum(max(0.0, (end or 0.0) - ready) for ready, end in spans), 3)
+        _note_command(join, (table.get(names[0]) or {}).get("job") or {})
+
+
+def _span(record: Record, told: Json, name: str, over: float | None) -> tuple[float, float | None] | None:
+    """(since when Ray had the node, until when); None: it never had it."""
+    if not told.get("ready"):
+        return None
+    known = record.nodes.get(name)
+    if told.get("state") in _LEFT:
+        return float(told["ready"]), float(told["since"])
+    if known and known.state in TERMINAL:
+        return float(told["ready"]), known.since
+    return float(told["ready"]), over
+
+
+def _note_command(join: Json, job: Json) -> None:
+    if job.get("started") and job.get("ended"):
+        join["seconds"] = round(max(0.0, job["ended"] - job["started"]), 3)
+    if job.get("exit_code") is not None:
+        join["exit_code"], join["status"] = job["exit_code"], job["status"]

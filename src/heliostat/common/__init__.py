@@ -1,0 +1,1 @@
+"""What every package uses: errors, events, units, quoting for a shell."""

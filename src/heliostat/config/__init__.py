@@ -1,0 +1,1 @@
+"""From `heliostat.yaml`, variables and options to one validated spec."""

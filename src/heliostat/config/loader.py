@@ -1,0 +1,412 @@
+"""Defaults < file < environment < flags -> ClusterSpec, remembering where each value came from."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from heliostat.common.errors import Code, UsageError
+from heliostat.common.shell import CONNECTION_VARIABLES
+from heliostat.config import ray_yaml
+from heliostat.config.spec import ClusterSpec
+from heliostat.state.ownership import require_safe_file
+
+FILE = "heliostat.yaml"
+OF_BASE = "the cluster"
+LARGEST_FILE = 256 * 1024
+LARGEST_TREE = 20_000  # values; a file of aliases to aliases is small and enormous at once
+
+# variables that users of other launchers have in their scripts; the object store was in GB there
+_KNOWN_ENVIRONMENT = {"USER_PORT_OFFSET": "network.port_offset", "RAY_OBJECT_STORE": "object_store"}
+_PREFIX = "HELIOSTAT_"
+# of the client and of the processes of a cluster, from where a person may start another one
+_NOT_KEYS = {"HOME", "DEBUG", "NODE", "CLUSTER", "CONFIG", "KUBECONFIG", "COMPLETE", "BENCH", "HISTORY_SIZE"}
+_NOT_KEYS |= {"BEGAN", "RANK", "JOB", "RAY_REPORT"}
+_NOT_KEYS |= {name.removeprefix(_PREFIX) for name in CONNECTION_VARIABLES if name.startswith(_PREFIX)}
+
+
+@dataclass(frozen=True)
+class Config:
+    """A checked spec, and for each value that is not a default its origin: dotted key -> words."""
+
+    spec: ClusterSpec
+    origins: Mapping[str, str]
+
+
+def load(
+    sites: Iterable[str],
+    *,
+    file: Path | None = None,
+    environ: Mapping[str, str] = os.environ,
+    flags: Mapping[str, Any] | None = None,
+    spelled: Mapping[str, str] | None = None,
+    look_in: Path | None = None,
+    base: Mapping[str, Any] | None = None,
+    nodes_of: Callable[[str, Mapping[str, Any]], int | None] = lambda site, table: None,
+) -> Config:
+    """`sites`: the names whose tables the file may hold. `flags`: dotted key -> value; None means not given.
+    `spelled`: dotted key -> its flag, where that has another name. `file` None: `heliostat.yaml` of the folder `look_in`, where
+    there is one; that file is refused where another user can change it. `base`: what counts where nothing is said. `nodes_of`: how
+    many nodes a site's own table asks for."""
+    values: dict[str, Any] = copy.deepcopy(dict(base or {}))
+    origins: dict[str, str] = dict.fromkeys(values, OF_BASE)
+    is_named = file is not None
+    if file is None and look_in is not None and (look_in / FILE).is_file():
+        file = look_in / FILE
+    if file is not None:
+        data = _read_bytes(file, is_named)
+        read, where = _parse(file, data)
+        if ray_yaml.is_one(read):
+            # as it is: with its merge keys, and numbers as YAML has them
+            read = ray_yaml.accept(yaml.safe_load(data), file.name)
+            where = dict.fromkeys(read, f"{file.name}, a file of Ray's launcher")
+        _merge(values, origins, read, where)
+    for key, value, origin in _environment(environ, sites := sorted(sites)):
+        _put(values, origins, key, value, origin)
+    for key, value in (flags or {}).items():
+        if value is not None:
+            flag = (spelled or {}).get(key) or key.rpartition(".")[2]
+            _put(values, origins, key, value, f"--{flag.replace('_', '-')}")
+    _count_nodes(values, origins, base or {}, nodes_of)
+    return Config(check(values, origins, sites), origins)
+
+
+def _count_nodes(
+    values: dict[str, Any],
+    origins: dict[str, str],
+    base: Mapping[str, Any],
+    nodes_of: Callable[[str, Mapping[str, Any]], int | None],
+) -> None:
+    """A scheduler's own words may say how many nodes there are. Those of a running cluster are its own, not of who joins."""
+    site = str(values.get("on", "local"))
+    own, of_base = (
+        nodes_of(site, table) if isinstance(table := tables.get(site), dict) else None
+        for tables in (values, base)
+    )
+    if own is None or own == of_base:
+        return
+    if str(values.get("nodes", own)) != str(own):
+        raise UsageError(
+            f"`nodes` ({values['nodes']}) and the {own} nodes of `{site}`'s own words disagree",
+            cause=_where(origins, "nodes").strip(" ()"),
+            hint="keep one of the two",
+        )
+    _put(values, origins, "nodes", own, f"the options of {site}")
+    for key in ("cpus_per_node", "gpus_per_node", "memory_per_node"):
+        if origins.get(key) == OF_BASE:  # a select of one's own says what its nodes have
+            del values[key], origins[key]
+
+
+def check(values: Mapping[str, Any], origins: Mapping[str, str], sites: list[str]) -> ClusterSpec:
+    """The spec, or a UsageError that names the first wrong key, where it stands, and what it could be."""
+    tables = {key: value for key, value in values.items() if key in sites}
+    for site, table in tables.items():
+        if not isinstance(table, dict):
+            raise UsageError(
+                f"`{site}` is not a table",
+                cause=_where(origins, site).strip(" ()"),
+                hint=f"{site}: {{key: value}}",
+                code=Code.USAGE_INVALID_VALUE,
+            )
+    plain = {key: value for key, value in values.items() if key not in sites}
+    if "sites" in plain:  # where the model keeps those tables; no key of the file
+        known = ", ".join(sorted([*_keys(ClusterSpec, []), *sites]))
+        cause = _where(origins, "sites").strip(" ()")
+        raise UsageError(
+            "unknown key `sites`", cause=cause, hint=f"known keys: {known}", code=Code.USAGE_UNKNOWN_KEY
+        )
+    try:
+        spec = ClusterSpec.model_validate({**plain, "sites": tables})
+    except ValidationError as error:
+        raise explain(
+            error, origins, lambda path: _keys(ClusterSpec, path) + ([] if path else sites)
+        ) from None
+    except UnicodeEncodeError as error:  # of an argument; pydantic cannot say it
+        raise UsageError("a value is not UTF-8 text", cause=f"`{error.object[:80]}`") from None
+    if spec.on not in sites:
+        near = difflib.get_close_matches(spec.on, sites, n=1)
+        raise UsageError(
+            f"there is no site `{spec.on}`",
+            cause=f"sites here: {', '.join(sites)}" + _where(origins, "on"),
+            hint=f"--on {(near or [site for site in sites if site == 'local'] or sites)[0]}",
+            code=Code.USAGE_UNKNOWN_BACKEND,
+        )
+    return spec
+
+
+def explain(
+    error: ValidationError,
+    origins: Mapping[str, str],
+    keys: Callable[[list[str]], list[str]],
+    *,
+    prefix: str = "",
+) -> UsageError:
+    """The validator's first finding as an error in our own sentences. `keys(path)`: the known keys of a table."""
+    findings = error.errors()
+    paths = _paths(findings)
+    kind, path = findings[0]["type"], paths[0]
+    key = ".".join([*([prefix] if prefix else []), *path])
+    others = len({tuple(other) for other in paths}) - 1
+    more = f" (and {others} more)" if others else ""
+    where = _where(origins, key)
+    if kind in ("extra_forbidden", "unexpected_keyword_argument", "invalid_key"):
+        known = keys(path[:-1])
+        near = difflib.get_close_matches(path[-1], known, n=1, cutoff=0.5)
+        hint = f"did you mean `{near[0]}`?" if near else f"known keys: {', '.join(sorted(known)) or 'none'}"
+        message, code = f"unknown key `{key[:80]}`{more}", Code.USAGE_UNKNOWN_KEY
+        return UsageError(message, cause=where.strip(" ()"), hint=hint, code=code)
+    if kind == "missing":
+        message, code = f"`{key[:80]}` is missing{more}", Code.USAGE_MISSING_KEY
+        return UsageError(message, cause=where.strip(" ()"), hint="heliostat schema", code=code)
+    same = [finding for finding, other in zip(findings, paths, strict=True) if other == path]
+    return UsageError(
+        f"`{key[:80]}` cannot be used{more}" if key else f"the cluster cannot be used{more}",
+        cause=_sentence(same)[:300] + where,
+        hint="heliostat schema",
+        code=Code.USAGE_INVALID_VALUE,
+    )
+
+
+# types of the validator's findings -> what the value must be; fields are those of the finding's context
+_MUST_BE = {
+    **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "a whole number"),
+    "int_parsing_size": "a smaller number",
+    **dict.fromkeys(("float_type", "float_parsing"), "a number"),
+    "finite_number": "a finite number",
+    **dict.fromkeys(("bool_type", "bool_parsing"), "true or false"),
+    **dict.fromkeys(("string_type", "string_sub_type"), "text"),
+    "string_unicode": "UTF-8 text",
+    "string_too_short": "text of {min_length} or more characters",
+    "string_too_long": "text of {max_length} or fewer characters",
+    **dict.fromkeys(("list_type", "tuple_type", "iterable_type"), "a list"),
+    **dict.fromkeys(("dict_type", "mapping_type", "model_type", "model_attributes_type"), "a table of keys"),
+    **dict.fromkeys(("dataclass_type", "arguments_type"), "a table of keys"),
+    "literal_error": "{expected}",
+    "greater_than": "more than {gt}",
+    "greater_than_equal": "at least {ge}",
+    "less_than": "less than {lt}",
+    "less_than_equal": "at most {le}",
+    "none_required": "null",
+}
+_OWN_TYPES = ("value_error",)  # raised by our validators, with a sentence of their own
+_UNION_TAG = re.compile(
+    r"str|int|float|bool|(mapping|dict|tuple|list)\[.*\]|constrained-\w+|function-\w+\[.*\]"
+)
+
+
+def _sentence(findings: Sequence[ErrorDetails]) -> str:
+    """What a value must be. Several findings: the value may be of one type or another."""
+    first = findings[0]
+    if first["type"] in _OWN_TYPES:
+        return str(first.get("ctx", {}).get("error") or first["msg"])
+    wanted = []
+    for finding in findings:
+        context = {key: _plain(value) for key, value in finding.get("ctx", {}).items()}
+        wanted += [_MUST_BE[finding["type"]].format(**context)] if finding["type"] in _MUST_BE else []
+    value = _shown(first.get("input"))
+    if not wanted:
+        return f"{value} is not valid here"
+    return f"it must be {' or '.join(dict.fromkeys(wanted))}, not {value}"
+
+
+def _plain(value: object) -> str:
+    """A value of the validator's context: `'a' or 'b'` with our quotation marks, 10.0 as 10."""
+    return f"{value:g}" if isinstance(value, float) else str(value).replace("'", "`")
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, Mapping):
+        return "a table of keys"
+    if isinstance(value, (list, tuple, set)):
+        return "a list"
+    if value is None or isinstance(value, bool):
+        return {None: "`null`", True: "`true`", False: "`false`"}[value]
+    return f"`{' '.join(str(value)[:80].split())}`"
+
+
+def _paths(findings: Sequence[ErrorDetails]) -> list[list[str]]:
+    """The key of each finding. The validator appends the type that it tried to a value of several types, `[key]` to a key."""
+    locations = [[str(part) for part in finding["loc"]] for finding in findings]
+    paths = []
+    for location in locations:
+        siblings = [other for other in locations if other[:-1] == location[:-1]]
+        is_union = len(siblings) > 1 and all(other and _UNION_TAG.fullmatch(other[-1]) for other in siblings)
+        paths.append(location[:-1] if is_union or location[-1:] == ["[key]"] else location)
+    return paths
+
+
+def _keys(model: type[BaseModel], path: list[str]) -> list[str]:
+    """The keys that a table of the spec may have."""
+    for part in path:
+        annotation = model.model_fields[part].annotation if part in model.model_fields else None
+        found = [m for m in _models(annotation)]
+        if not found and annotation is None:  # a group's own name, an index of a list
+            continue
+        if found:
+            model = found[0]
+    return [name for name in model.model_fields if name != "sites"]
+
+
+def _models(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [m for part in getattr(annotation, "__args__", ()) for m in _models(part)]
+
+
+def _where(origins: Mapping[str, str], key: str) -> str:
+    while key:
+        if key in origins:
+            return f" (from {origins[key]})"
+        key = key.rpartition(".")[0]
+    return ""
+
+
+def _environment(environ: Mapping[str, str], sites: list[str]) -> Iterable[tuple[str, Any, str]]:
+    """(dotted key, value, origin) of each variable that is set. Raises UsageError for one that is ours and no key."""
+    for name, key in _KNOWN_ENVIRONMENT.items():
+        if environ.get(name):
+            value = environ[name]
+            yield key, f"{value}G" if name == "RAY_OBJECT_STORE" and value.isdigit() else value, f"${name}"
+    for name, text in sorted(environ.items()):
+        if name.startswith(_PREFIX) and name.removeprefix(_PREFIX) not in _NOT_KEYS and text:
+            key = name.removeprefix(_PREFIX).lower().replace("__", ".")
+            known = [*_keys(ClusterSpec, []), *sites]
+            if key.partition(".")[0] not in known:
+                near = difflib.get_close_matches(key.partition(".")[0], known, n=1)
+                raise UsageError(
+                    f"unknown variable `{name[:80]}`",
+                    cause="no key of the file has that name",
+                    hint=f"did you mean `{_PREFIX}{near[0].upper()}`?" if near else f"unset {name[:80]}",
+                    code=Code.USAGE_UNKNOWN_VARIABLE,
+                )
+            yield key, text, f"${name}"
+
+
+def _put(values: dict[str, Any], origins: dict[str, str], key: str, value: Any, origin: str) -> None:
+    *tables, last = key.split(".")
+    for table in tables:
+        inner = values.setdefault(table, {})
+        if not isinstance(inner, dict):  # `head: platinum` in the file, `head.work` by a flag
+            inner = values[table] = {"host": inner} if table == "head" else {}
+        values = inner
+    values[last] = value
+    for below in [known for known in origins if known.startswith(f"{key}.")]:
+        del origins[below]
+    origins[key] = origin
+
+
+def _merge(
+    values: dict[str, Any], origins: dict[str, str], more: Mapping[str, Any], where: Mapping[str, str]
+) -> None:
+    values.update(more)
+    origins.update(where)
+
+
+def _read_bytes(file: Path, is_named: bool) -> bytes:
+    """The file's content. is_named: the user has named the file; any other must be safe from other users."""
+    try:
+        with open(file, "rb") as stream:
+            if not is_named:
+                require_safe_file(file, stream.fileno())
+            data = stream.read(LARGEST_FILE + 1)
+    except OSError as error:
+        raise UsageError(
+            f"could not read `{file}`",
+            cause=error.strerror or str(error),
+            hint="heliostat up --on local",
+            code=Code.USAGE_UNREADABLE_FILE,
+        ) from None
+    if len(data) > LARGEST_FILE:
+        raise UsageError(f"`{file}` is too large", cause=f"{LARGEST_FILE} bytes are the most")
+    return data
+
+
+def _parse(file: Path, data: bytes) -> tuple[dict[str, Any], dict[str, str]]:
+    """The values in the file's content, and the line of each."""
+    try:
+        text = data.decode()
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        words = " ".join(str(error).split())[:300]
+        raise UsageError(
+            f"`{file}` is not YAML", cause=words, hint="heliostat schema", code=Code.USAGE_INVALID_YAML
+        ) from None
+    if root is None or root.tag == "tag:yaml.org,2002:null":
+        return {}, {}
+    if not isinstance(root, yaml.MappingNode):
+        raise UsageError(
+            f"`{file}` is not a table of keys",
+            cause="its first line should be, say, `name: lab`",
+            code=Code.USAGE_INVALID_YAML,
+        )
+    reader = _Reader(file.name)
+    try:
+        values = reader.read(root, "")
+    except RecursionError:
+        raise UsageError(f"`{file}` is too deep", cause="tables in tables in tables") from None
+    return values, reader.origins
+
+
+class _Reader:
+    """YAML nodes -> plain values, noting lines. Refuses keys that are given twice, which YAML lets pass."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.origins, self.count = name, {}, 0  # type: str, dict[str, str], int
+        self.constructor = yaml.SafeLoader("")
+
+    def read(self, node: yaml.Node, key: str) -> Any:
+        self.count += 1
+        if self.count > LARGEST_TREE:
+            raise UsageError(f"`{self.name}` is too large", cause=f"more than {LARGEST_TREE} values")
+        line = f"{self.name} line {node.start_mark.line + 1}"
+        if isinstance(node, yaml.MappingNode):
+            table: dict[str, Any] = {}
+            for key_node, value_node in node.value:
+                name = str(key_node.value) if isinstance(key_node, yaml.ScalarNode) else "?"
+                if name in table:
+                    where = f"{self.name} line {key_node.start_mark.line + 1}"
+                    raise UsageError(f"`{name[:80]}` is given twice", cause=where, hint="keep one of them")
+                inner = f"{key}.{name}" if key else name
+                self.origins[inner] = f"{self.name} line {key_node.start_mark.line + 1}"
+                table[name] = self.read(value_node, inner)
+            return table
+        if isinstance(node, yaml.SequenceNode):
+            return [self.read(item, f"{key}.{i}") for i, item in enumerate(node.value)]
+        self.origins.setdefault(key, line)
+        # YAML reads 4:00:00 as a number in base 60, which is not what anybody who writes it means
+        if node.tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float") and ":" in node.value:
+            return node.value
+        if node.tag == "tag:yaml.org,2002:timestamp":
+            return node.value
+        try:
+            return self.constructor.construct_object(node)
+        except yaml.YAMLError as error:
+            raise UsageError(
+                f"`{key}` is not a plain value", cause=" ".join(str(error).split())[:200]
+            ) from None
+
+
+def schema(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The JSON Schema of the file; `tables`: the schema of each site's own table."""
+    document = ClusterSpec.model_json_schema()
+    properties = document["properties"]
+    properties.pop("sites", None)
+    properties["head"] = {"anyOf": [{"type": "string"}, {"$ref": "#/$defs/Head"}]}
+    properties["hosts"] = {
+        "type": "array",
+        "items": {"anyOf": [{"type": "string"}, {"$ref": "#/$defs/Host"}]},
+    }
+    properties["on"] = {**properties["on"], "enum": sorted(tables)}
+    for site, table in sorted(tables.items()):
+        properties[site] = dict(table)
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **document, "title": FILE}

@@ -1,0 +1,1 @@
+"""Processes, files and services on other hosts: transports, directories, the Ray API, proxies."""

@@ -1,0 +1,493 @@
+"""The only file that talks to a head: Ray's dashboard and Jobs API over HTTP. Never imports Ray."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import http.client
+import json
+import queue
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlencode
+
+from heliostat.common.errors import AccessDenied, Code, HeliostatError, NotFoundError
+from heliostat.common.units import parse_bytes
+from heliostat.remote.job_output import OwnOutput
+
+CONNECT_S = 15.0
+Dial = Callable[[float], socket.socket]
+_SHOWN = "heliostat_command"  # key of a job's metadata: the command as the user gave it
+FINAL = frozenset({"SUCCEEDED", "FAILED", "STOPPED"})
+_AMOUNT = r"([\d.]+)(B|KiB|MiB|GiB|TiB)?"
+_USED = re.compile(
+    rf"^{_AMOUNT}/{_AMOUNT} (\S+)(?: \({_AMOUNT} used of {_AMOUNT} reserved in placement groups\))?"
+)
+_WAITS = re.compile(
+    r"^ (\{.*\}): (\d+)\+ pending tasks/actors(?: \((\d+)\+ using placement groups\))?$", re.MULTILINE
+)
+
+
+ProxyError = Callable[[str, str, int, bytes], HeliostatError | None]  # as Proxied.proxy_error
+
+
+class NoAnswer(HeliostatError):
+    """The head's dashboard does not answer; the cluster may still run."""
+
+    code = Code.RAY_UNREACHABLE
+
+
+class NotLetIn(HeliostatError):
+    """Ray rejects the token: it may be that of another head."""
+
+    code = Code.RAY_UNAUTHORIZED
+
+
+class RayApi:
+    """One head. `token` None: the cluster has no authentication, or `dial` leads to somebody who adds the token.
+
+    `dial(timeout)` opens a connection for one request; without it the dashboard listens at host:port. proxy_error: there is
+    a proxy on the way, which may answer in Ray's place."""
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        token: str | None,
+        *,
+        name: str = "",
+        dial: Dial | None = None,
+        proxy_error: ProxyError | None = None,
+    ) -> None:
+        self.host, self.port, self.token, self.name = host, port, token, name
+        self.dial = dial or (lambda timeout: socket.create_connection((host, port), timeout))
+        self.proxy_error = proxy_error
+
+    def _connect(self, timeout: float) -> http.client.HTTPConnection:
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout)
+        try:
+            connection.sock = self.dial(min(timeout, CONNECT_S))
+        except OSError as error:
+            raise self._no_answer(error) from None
+        connection.sock.settimeout(timeout)
+        return connection
+
+    def _headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.token}"} if self.token else {}
+
+    def _call(self, method: str, path: str, body: Any = None, *, timeout: float = 30.0) -> tuple[int, bytes]:
+        connection = self._connect(timeout)
+        headers = self._headers()
+        data = body
+        if body is not None and not isinstance(body, (bytes, _Upload)):
+            data, headers["Content-Type"] = json.dumps(body).encode(), "application/json"
+        if isinstance(body, _Upload):
+            headers["Content-Length"] = str(body.size)
+        try:
+            connection.request(method, path, body=data, headers=headers)
+            answer = connection.getresponse()
+            status, content = answer.status, answer.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise self._no_answer(error) from None
+        finally:
+            connection.close()
+        proxy = self.proxy_error if status >= 400 else None
+        if proxy and (own := proxy(method, path, status, content)):
+            raise own
+        if status in (502, 503, 504):  # somebody between us and the head
+            raise self._no_answer(ConnectionError(f"{method} {path} answered {status}"))
+        if status in (401, 403):
+            raise NotLetIn(
+                f"the cluster `{self.name}` does not let us in",
+                cause=content.decode("utf-8", "replace")[:200],
+                details=f"{method} {path} answered {status}",
+                hint=f"heliostat doctor {self.name}",
+            )
+        return status, content
+
+    def _no_answer(self, error: Exception) -> NoAnswer:
+        return NoAnswer(
+            f"the dashboard of `{self.name}` does not answer",
+            cause=getattr(error, "strerror", None) or str(error) or type(error).__name__,
+            details=f"http://{self.host}:{self.port}",
+            hint=f"heliostat status {self.name}",
+        )
+
+    def _get(self, path: str, *, timeout: float = 30.0) -> Any:
+        status, content = self._call("GET", path, timeout=timeout)
+        if status != 200:
+            raise self._refused(f"GET {path}", status, content)
+        return self._parse(content)
+
+    def _parse(self, content: bytes) -> Any:
+        try:
+            return json.loads(content)
+        except ValueError as error:
+            raise self._no_answer(error) from None
+
+    def _refused(self, what: str, status: int, content: bytes) -> HeliostatError:
+        lines = content.decode("utf-8", "replace").splitlines()
+        # its last words are what matters of a traceback; Ray may put a dot after them, on a line of its own
+        words = [line.strip() for line in lines if any(map(str.isalnum, line))]
+        return HeliostatError(
+            f"Ray on `{self.name}` said no",
+            cause=words[-1][:400] if words else "",
+            details=f"{what} answered {status}",
+            code=Code.RAY_REJECTED,
+        )
+
+    # -- nodes
+
+    def nodes(self) -> list[dict[str, Any]]:
+        """Alive nodes: name, ip, id, is_head, resources {name: [used, total]}, gpus; `held`: what placement groups hold
+        and nobody uses, which is not in `used`; `host`: its own figures, which Ray's agent there takes every five seconds."""
+        # nocache: the dashboard would answer with what it said last time, and only then look anew
+        data = self._get("/nodes?view=summary&nocache=1")["data"]
+        used = data.get("nodeLogicalResources") or {}
+        found = []
+        for node in data["summary"]:
+            raylet = node.get("raylet") or {}
+            if raylet.get("state") != "ALIVE":
+                continue
+            resources = _totals(raylet.get("resourcesTotal") or {})
+            usage = _usage(used.get(raylet.get("nodeId"), ""))
+            for name, (in_use, total, _) in usage.items():
+                resources[name] = [in_use, resources.get(name, [0.0, total])[1]]
+            found.append(
+                {
+                    "name": raylet.get("nodeName"),
+                    "id": raylet.get("nodeId"),
+                    "ip": raylet.get("nodeManagerAddress"),
+                    "is_head": bool(raylet.get("isHeadNode")),
+                    "resources": resources,
+                    "held": {name: held for name, (_, _, held) in usage.items() if held},
+                    "gpus": [_gpu(gpu) for gpu in node.get("gpus") or []],
+                    "host": _host(node),
+                }
+            )
+        return found
+
+    # -- what is asked of it
+
+    def spilled(self, node_id: str) -> int:
+        """Bytes that the object store of this node has written to disk since it started; Ray looks every fifteen seconds."""
+        data = self._get(f"/nodes/{quote(node_id, safe='')}?nocache=1")["data"]
+        stats = ((data.get("detail") or {}).get("raylet") or {}).get("storeStats") or {}
+        return int(stats.get("spilledBytesTotal") or 0)
+
+    def demands(self) -> list[dict[str, Any]]:
+        """Tasks and actors that wait for a place: shape, count, and how many of them wait inside a placement group.
+
+        Ray's GCS counts them, so this answers with or without an autoscaler; the dashboard has it as text only. Groups that
+        wait are not told here: Ray shows one for all that are placed alike.
+        """
+        text = str(self._get("/api/cluster_status?format=1")["data"].get("clusterStatus") or "")
+        return [
+            {"shape": ast.literal_eval(shape), "count": int(number), "grouped": int(grouped or 0)}
+            for shape, number, grouped in _WAITS.findall(text)
+        ]
+
+    def actors(self) -> list[dict[str, Any]]:
+        """Actors that are not dead: class, state, shape, job (Ray's own id of it)."""
+        return [
+            {
+                "class": item.get("class_name") or "",
+                "state": item.get("state"),
+                "shape": item.get("required_resources") or {},
+                "job": item.get("job_id") or "",
+            }
+            for item in self._listed("actors", "DEAD")
+        ]
+
+    def groups(self) -> list[dict[str, Any]]:
+        """Placement groups that are not removed: state, infeasible, bundles, job."""
+        return [
+            {
+                "state": item.get("state"),
+                "infeasible": (item.get("stats") or {}).get("scheduling_state") == "INFEASIBLE",
+                "bundles": [bundle.get("unit_resources") or {} for bundle in item.get("bundles") or []],
+                "job": item.get("creator_job_id") or "",
+            }
+            for item in self._listed("placement_groups", "REMOVED")
+        ]
+
+    def _listed(self, kind: str, but: str) -> list[dict[str, Any]]:
+        """What Ray's state API has of a kind, but for those in this state."""
+        query = {
+            "detail": 1,
+            "limit": 10_000,
+            "filter_keys": "state",
+            "filter_predicates": "!=",
+            "filter_values": but,
+        }
+        found = self._get(f"/api/v0/{kind}?{urlencode(query)}", timeout=60)["data"]["result"]["result"]
+        return list(found)
+
+    def log(self, ip: str, name: str) -> bytes:
+        """A whole log file of the node with this address; nothing where it has none of that name."""
+        query = urlencode({"node_ip": ip, "filename": name, "lines": -1})
+        try:
+            status, content = self._call("GET", f"/api/v0/logs/file?{query}", timeout=60)
+        except AccessDenied:
+            raise
+        except HeliostatError:
+            return b""
+        return content if status == 200 else b""
+
+    # -- jobs
+
+    def jobs(self) -> list[dict[str, Any]]:
+        """Every job, newest first: id, status, entrypoint, started, seconds, exit_code, kind."""
+        return sorted((_job(item) for item in self._get("/api/jobs/")), key=lambda j: -(j["started"] or 0))
+
+    def job(self, job_id: str) -> dict[str, Any]:
+        status, content = self._call("GET", f"/api/jobs/{quote(job_id, safe='')}")
+        if status == 404:
+            raise NotFoundError(
+                f"there is no job `{job_id}` on `{self.name}`",
+                cause=content.decode("utf-8", "replace").strip()[:200],
+                hint=f"heliostat jobs {self.name}",
+                code=Code.NOT_FOUND_JOB,
+            )
+        if status != 200:
+            raise self._refused(f"GET job {job_id}", status, content)
+        return _job(self._parse(content))
+
+    def submit(self, entrypoint: str, job_id: str, runtime_env: dict[str, Any], shown: str = "") -> str:
+        """Hands a job to Ray. Waits a little for a head whose job agent is not up yet: it has no effect before. shown: the
+        command as the user gave it, where the entrypoint has more."""
+        request: dict[str, Any] = {
+            "entrypoint": entrypoint,
+            "submission_id": job_id,
+            "runtime_env": runtime_env,
+        }
+        if shown and shown != entrypoint:
+            request["metadata"] = {_SHOWN: shown}
+        deadline = time.monotonic() + 60
+        while True:
+            status, content = self._call("POST", "/api/jobs/", request, timeout=120)
+            if status == 200:
+                return str(self._parse(content)["submission_id"])
+            if b"No available agent" in content and time.monotonic() < deadline:
+                time.sleep(0.2)
+                continue
+            raise self._refused("submit", status, content)
+
+    def stop(self, job_id: str) -> bool:
+        """Asks Ray to stop the job; False: it had ended already."""
+        self.job(job_id)
+        status, content = self._call("POST", f"/api/jobs/{quote(job_id, safe='')}/stop", b"")
+        if status != 200:
+            raise self._refused("stop", status, content)
+        return bool(self._parse(content).get("stopped"))
+
+    def has_package(self, name: str) -> bool:
+        return self._call("GET", f"/api/packages/gcs/{quote(name)}")[0] == 200
+
+    def upload(self, name: str, path: Path, progress: Any = None) -> None:
+        """Puts a zip where the nodes of the cluster find it; progress(sent, total) in bytes."""
+        with open(path, "rb") as stream:
+            body = _Upload(stream, path.stat().st_size, progress)
+            status, content = self._call("PUT", f"/api/packages/gcs/{quote(name)}", body, timeout=600)
+        if status != 200:
+            raise self._refused("upload", status, content)
+
+    def output(
+        self, job_id: str, *, follow: bool = True, poll: Callable[[], object] = bool
+    ) -> Iterator[bytes]:
+        """A job's output from its first byte, as it is written; ends after the last byte of an ended job. poll: called now
+        and then while the job runs; what it raises ends this.
+
+        Lines that Ray writes into the file are left out. Ray's own tail looks once a second and may miss what is written in its last second; this reads the raw file
+        through Ray's log service and, when the job has ended, once more to its very end.
+        """
+        job = self.job(job_id)
+        if job["kind"] == "driver":
+            raise HeliostatError(
+                f"Ray keeps no output of `{job_id}`",
+                cause="it is a driver that was not started as a job",
+                code=Code.RAY_NO_OUTPUT,
+            )
+        own = OwnOutput(job_id, job["ran"])
+        seen, asked, pause = 0, time.monotonic(), 0.05
+        reader: _Reader | None = None
+        try:
+            while follow and job["status"] not in FINAL:
+                poll()
+                if job["node_id"] and (reader is None or reader.over):
+                    reader = _Reader(self, job, seen)
+                for chunk in reader.take(pause) if reader else ():
+                    seen += len(chunk)
+                    if mine := own.feed(chunk):
+                        yield mine
+                if reader is None or reader.over:
+                    time.sleep(pause)  # the file is not there yet
+                if time.monotonic() - asked >= pause:
+                    job, asked, pause = self.job(job_id), time.monotonic(), min(0.5, pause * 1.3)
+        finally:
+            if reader:
+                reader.close()
+        for chunk in self._whole(job, seen):
+            if mine := own.feed(chunk):
+                yield mine
+        if mine := own.close():
+            yield mine
+
+    def _log_query(self, job: dict[str, Any], **more: Any) -> str:
+        name = f"job-driver-{job['id']}.log"
+        return urlencode({"node_id": job["node_id"], "filename": name, "lines": -1, **more})
+
+    def _whole(self, job: dict[str, Any], skip: int) -> Iterator[bytes]:
+        """The file from byte `skip` to its end."""
+        words = (job["message"].rstrip("\n") + "\n").encode() if job["message"] and skip == 0 else b""
+        if not job["node_id"]:
+            if job["status"] in FINAL and words:
+                yield words
+            return
+        connection = self._connect(60)
+        try:
+            connection.request("GET", f"/api/v0/logs/file?{self._log_query(job)}", headers=self._headers())
+            answer = connection.getresponse()
+            if answer.status != 200 and job["status"] == "FAILED" and words:
+                yield words  # it failed before it had a log
+            while answer.status == 200 and (chunk := answer.read1(1 << 20)):
+                yield from (chunk[skip:],) if len(chunk) > skip else ()
+                skip = max(0, skip - len(chunk))
+        except (OSError, http.client.HTTPException) as error:
+            raise self._no_answer(error) from None
+        finally:
+            connection.close()
+
+
+class _Reader:
+    """Reads a growing log in a thread of its own: a read that waits for the next word must not keep us from asking
+    whether the job has ended."""
+
+    def __init__(self, api: RayApi, job: dict[str, Any], skip: int) -> None:
+        self.chunks: queue.Queue[bytes] = queue.Queue(maxsize=64)
+        self.closed = False
+        self.api = api
+        self.socket: socket.socket | None = None
+        path = f"/api/v0/logs/stream?{api._log_query(job, interval=0.1)}"
+        self.thread = threading.Thread(target=self._read, args=(path, api._headers(), skip), daemon=True)
+        self.thread.start()
+
+    @property
+    def over(self) -> bool:
+        return not self.thread.is_alive() and self.chunks.empty()
+
+    def _read(self, path: str, headers: dict[str, str], skip: int) -> None:
+        with contextlib.suppress(OSError, http.client.HTTPException, AttributeError, ValueError, NoAnswer):
+            connection = self.api._connect(3600)
+            self.socket = connection.sock
+            connection.request("GET", path, headers=headers)
+            answer = connection.getresponse()
+            while answer.status == 200 and not self.closed and (chunk := answer.read1(1 << 16)):
+                if len(chunk) > skip:
+                    self.chunks.put(chunk[skip:])
+                skip = max(0, skip - len(chunk))
+
+    def take(self, seconds: float) -> Iterator[bytes]:
+        """What has come, waiting so long at most for the first of it."""
+        with contextlib.suppress(queue.Empty):
+            yield self.chunks.get(timeout=seconds)
+            while True:
+                yield self.chunks.get_nowait()
+
+    def close(self) -> None:
+        self.closed = True
+        with contextlib.suppress(queue.Empty):  # a reader that waits for room must see that it is over
+            while True:
+                self.chunks.get_nowait()
+        if self.socket:
+            with contextlib.suppress(OSError):
+                self.socket.shutdown(socket.SHUT_RDWR)
+        self.thread.join(5)
+        if self.socket:
+            self.socket.close()
+
+
+class _Upload:
+    """A file that http.client reads block by block, telling how far it is."""
+
+    def __init__(self, stream: Any, size: int, progress: Any) -> None:
+        self.stream, self.size, self.progress, self.sent = stream, size, progress, 0
+
+    def read(self, amount: int = -1) -> bytes:
+        block: bytes = self.stream.read(max(amount, 1 << 18))
+        self.sent += len(block)
+        if self.progress and block:
+            self.progress(self.sent, self.size)
+        return block
+
+
+def _job(item: dict[str, Any]) -> dict[str, Any]:
+    started, ended = item.get("start_time"), item.get("end_time")
+    seconds = ((ended or time.time() * 1000) - started) / 1000 if started else None
+    code = item.get("driver_exit_code")
+    return {
+        "id": item.get("submission_id") or item.get("job_id"),
+        "kind": "driver" if item.get("type") == "DRIVER" else "job",
+        "status": item.get("status"),
+        "entrypoint": (item.get("metadata") or {}).get(_SHOWN) or item.get("entrypoint"),
+        "started": started / 1000 if started else None,
+        "seconds": round(seconds, 3) if seconds is not None else None,
+        "exit_code": 128 - code if code is not None and code < 0 else code,
+        "message": item.get("message") or "",
+        "node_id": item.get("driver_node_id"),
+        "ran": item.get("entrypoint"),  # what Ray runs; `entrypoint` is the command as it was given
+        "pid": (item.get("driver_info") or {}).get("pid"),  # of a driver; Ray has it as text
+        "ray_id": item.get("job_id"),  # what its actors and tasks call it
+    }
+
+
+def _totals(resources: dict[str, float]) -> dict[str, list[float]]:
+    """Ray's dashboard spells some of its own resources in camel case; its users know the other spelling."""
+    names = {"objectStoreMemory": "object_store_memory"}
+    shown = {
+        names.get(name, name): total for name, total in resources.items() if not name.startswith("node:")
+    }
+    return {name: [0.0, total] for name, total in shown.items()}
+
+
+def _usage(text: str) -> dict[str, tuple[float, float, float]]:
+    """`1.0/4.0 CPU (0.5 used of 1.0 reserved in placement groups)` and `0B/15.9GiB memory`, a line each ->
+    {name: (used, total, held by placement groups and idle)}."""
+    found = {}
+    for line in text.splitlines():
+        if match := _USED.match(line.strip()):
+            words = match.groups()
+            used, total = _number(*words[0:2]), _number(*words[2:4])
+            held = _number(*words[7:9]) - _number(*words[5:7]) if words[5] else 0.0
+            found[str(words[4])] = (used, total, held)
+    return found
+
+
+def _number(text: str | Any, unit: str | Any) -> float:
+    return float(parse_bytes(text + unit)) if unit else float(text)
+
+
+def _host(node: dict[str, Any]) -> dict[str, Any]:
+    """at: when it was looked at. cpu: percent of all cores. memory: [used, total] of what Ray watches, the container's or
+    the machine's. None: not known yet."""
+    memory = node.get("mem")
+    return {
+        "at": node.get("now"),
+        "cpu": node.get("cpu"),
+        "memory": [memory[3], memory[0]] if memory else None,
+    }
+
+
+def _gpu(gpu: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "name": gpu.get("name"),
+        "utilization": gpu.get("utilizationGpu"),
+        "memory_used": gpu.get("memoryUsed"),
+        "memory_total": gpu.get("memoryTotal"),
+        "temperature": gpu.get("temperatureC"),
+    }

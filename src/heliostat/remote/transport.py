@@ -1,0 +1,171 @@
+"""The one door for processes and files of machines: this computer here, a host over ssh in `ssh.py`.
+
+Every call has a deadline, keeps both streams, and takes words, never a shell string.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Protocol, TypeVar, runtime_checkable
+
+from heliostat.common.errors import Code, HeliostatError
+from heliostat.common.processes import process_start
+
+A = TypeVar("A")
+B = TypeVar("B")
+AT_ONCE = 32  # machines that are asked at a time
+
+
+def at_once(do: Callable[[A], B], items: Sequence[A]) -> list[B]:
+    """What it gives for each of them, in their order."""
+    if len(items) < 2:
+        return [do(item) for item in items]
+    from concurrent.futures import ThreadPoolExecutor  # one machine is asked without it
+
+    with ThreadPoolExecutor(min(AT_ONCE, len(items))) as pool:
+        return list(pool.map(do, items))
+
+
+@dataclass(frozen=True)
+class Completed:
+    argv: tuple[str, ...]
+    code: int
+    out: str
+    err: str
+
+    def saw(self) -> str:
+        """For the third line of an error."""
+        return f"`{' '.join(self.argv)[:200]}` ended with code {self.code}"
+
+
+@dataclass(frozen=True)
+class Spawned:
+    """A process that outlives us. It waits until `feed` gives it its input: so its id is on record before it acts, and
+    if we die in between it ends by itself."""
+
+    pid: int
+    start: str
+    feed: Callable[[bytes], None]
+
+
+class Transport(Protocol):
+    def run(self, argv: Sequence[str], *, input: bytes = b"", timeout: float) -> Completed: ...
+
+    def read(self, path: Path, offset: int = 0, limit: int = 1 << 20) -> bytes: ...
+
+    def forward(self, host: str, port: int) -> tuple[str, int]:
+        """Where a connection reaches `host:port` of that machine's network from here."""
+        ...
+
+
+@runtime_checkable
+class Proxied(Protocol):
+    """A transport whose connections pass an HTTP proxy, which answers by itself where it cannot or may not pass them on."""
+
+    def proxy_error(self, method: str, path: str, status: int, content: bytes) -> HeliostatError | None:
+        """What the proxy's own answer means; None: the answer is that of the server behind it."""
+        ...
+
+
+class Spawner(Transport, Protocol):
+    def spawn(
+        self, argv: Sequence[str], *, log: Path, cwd: Path, env: Mapping[str, str] | None = None
+    ) -> Spawned:
+        """`env` is added to the environment."""
+        ...
+
+
+class Local:
+    """This computer."""
+
+    def run(self, argv: Sequence[str], *, input: bytes = b"", timeout: float) -> Completed:
+        pipe = subprocess.PIPE
+        try:
+            with subprocess.Popen(list(argv), stdin=pipe, stdout=pipe, stderr=pipe) as process:
+                _running.add(process)
+                try:
+                    out, err = process.communicate(input, timeout)
+                except BaseException:
+                    process.kill()
+                    raise
+                finally:
+                    _running.discard(process)
+        except FileNotFoundError:
+            raise HeliostatError(
+                f"could not run `{argv[0]}`", cause="it is not on this machine", code=Code.PROGRAM_NOT_FOUND
+            ) from None
+        except OSError as error:
+            raise HeliostatError(
+                f"could not run `{argv[0]}`", cause=error.strerror or str(error), code=Code.PROGRAM_FAILED
+            ) from None
+        except subprocess.TimeoutExpired:
+            raise HeliostatError(
+                f"`{argv[0]}` gave no answer",
+                cause=f"nothing after {timeout:g} s",
+                details=" ".join(argv)[:200],
+                code=Code.TIMEOUT,
+                exit_code=4,
+            ) from None
+        return Completed(tuple(argv), process.returncode, _text(out), _text(err))
+
+    def spawn(
+        self, argv: Sequence[str], *, log: Path, cwd: Path, env: Mapping[str, str] | None = None
+    ) -> Spawned:
+        try:
+            with open(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as out:
+                process = subprocess.Popen(
+                    list(argv),
+                    stdin=subprocess.PIPE,
+                    stdout=out,
+                    stderr=out,
+                    cwd=cwd,
+                    env={**os.environ, **(env or {})},
+                    start_new_session=True,
+                )
+        except OSError as error:
+            raise HeliostatError(
+                f"could not start `{argv[0]}`",
+                cause=error.strerror or str(error),
+                details=str(log),
+                code=Code.PROGRAM_FAILED,
+            ) from None
+        stdin = process.stdin
+        assert stdin is not None
+        process.returncode = 0  # it is meant to outlive us: no warning about a child that still runs
+        return Spawned(process.pid, process_start(process.pid) or "", lambda data: _feed(stdin, data))
+
+    def read(self, path: Path, offset: int = 0, limit: int = 1 << 20) -> bytes:
+        try:
+            with open(path, "rb") as stream:
+                stream.seek(offset)
+                return stream.read(limit)
+        except OSError:
+            return b""
+
+    def forward(self, host: str, port: int) -> tuple[str, int]:
+        return host, port
+
+
+_running: set[subprocess.Popen[bytes]] = set()
+
+
+def abandon() -> None:
+    """Ends what runs now, for a person who no longer wants it: whoever waits for it, in whatever thread, waits no longer."""
+    for process in list(_running):
+        process.terminate()
+
+
+def _feed(stdin: IO[bytes], data: bytes) -> None:
+    try:
+        stdin.write(data)
+        stdin.close()
+    except BrokenPipeError:
+        pass  # it ended before it was told anything: whoever observes it will see that
+
+
+def _text(data: bytes) -> str:
+    return data.decode("utf-8", "replace")

@@ -1,0 +1,1 @@
+"""What is persisted of clusters: records, their states, the history."""
