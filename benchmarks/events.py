@@ -41,7 +41,7 @@ class Day:
         record = Record(
             name="day",
             id="0123456789abcdef",
-            site="slurm",
+            backend="slurm",
             kind="up",
             created=time.time(),
             spec={"on": "slurm", "name": "day", "nodes": nodes},
@@ -70,7 +70,7 @@ class Day:
     def look(self) -> float:
         began = time.monotonic()
         # asked every time: else it waits for seconds between two questions to the scheduler
-        backend = mock.patch.multiple(self.site.backend, observe=self.site.observe, pace=(0.0, 0.0))
+        backend = mock.patch.multiple(self.site.backend, observe=self.site.observe, poll_interval=(0.0, 0.0))
         with backend, mock.patch.object(backends, "load", return_value=self.site.backend):
             self.life.observe(self.folder)
         return time.monotonic() - began

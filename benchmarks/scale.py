@@ -115,7 +115,7 @@ class Cluster:
         record = Record(
             name=name,
             id="0123456789abcdef",
-            site="slurm",
+            backend="slurm",
             kind="up",
             created=time.time(),
             spec={"on": "slurm", "name": name, "nodes": nodes},

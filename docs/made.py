@@ -100,7 +100,9 @@ def checks(whom: str) -> str:
         name, hint = (
             re.sub(r"\{(\w+)\}", lambda field: field[1].upper(), text) for text in (ask.name, ask.hint)
         )
-        rows.append(f"| `{name}` | {ask.well} | {ask.bad or 'only told'} | {hint} |".replace("|  |", "| |"))
+        rows.append(
+            f"| `{name}` | {ask.expected} | {ask.severity or 'only told'} | {hint} |".replace("|  |", "| |")
+        )
     return "\n".join(rows) + "\n"
 
 

@@ -19,8 +19,8 @@ from heliostat.backends.base import (
     Check,
     File,
     Handle,
+    LaunchRequest,
     Observation,
-    Order,
     Plan,
     Question,
     Step,
@@ -77,7 +77,7 @@ class Options:
 class GridEngine(batch.Batch):
     name: ClassVar[str] = "gridengine"
     Options: ClassVar[type] = Options
-    letters: ClassVar[tuple[str, ...]] = ("-q",)
+    reserved_short_options: ClassVar[tuple[str, ...]] = ("-q",)
     insists: ClassVar[bool] = True
     last_resort: ClassVar[str] = "qdel -f"
 
@@ -109,49 +109,50 @@ class GridEngine(batch.Batch):
 
     # -- planning
 
-    def plan(self, order: Order) -> Plan:
-        if order.spec.kinds:
+    def plan(self, request: LaunchRequest) -> Plan:
+        if request.spec.kinds:
             cause = "Grid Engine can hold a job until another has ended, not until it has begun"
             raise UsageError("`groups` cannot be used on `gridengine`", cause=cause)
-        return self._job(order)
+        return self._job(request)
 
-    def _job(self, order: Order) -> Plan:
+    def _job(self, request: LaunchRequest) -> Plan:
         from heliostat.remote.start_script import agent_script
 
-        said = batch.parse_time(order.options.time, "gridengine.time")
-        limit, grace = batch.times(order, said, None)
+        said = batch.parse_time(request.options.time, "gridengine.time")
+        limit, grace = batch.times(request, said, None)
         sized = [
-            m.model_copy(update={"cpus": order.options.slots}) if m.cpus is None else m for m in order.members
+            m.model_copy(update={"cpus": request.options.slots}) if m.cpus is None else m
+            for m in request.members
         ]
         told = {"grace_s": grace, "time_limit_s": limit, "own_clock": False, "margin_s": batch.MARGIN_S}
-        order = replace(batch.with_config(order, {**told, "hosts": "HELIOSTAT_HOSTS"}), members=sized)
-        suffix, config = batch.job_config(order, ["sh", "-c", THERE, "sh", "{line}"], "HELIOSTAT_RANK")
+        request = replace(batch.with_config(request, {**told, "hosts": "HELIOSTAT_HOSTS"}), members=sized)
+        suffix, config = batch.job_config(request, ["sh", "-c", THERE, "sh", "{line}"], "HELIOSTAT_RANK")
         script = agent_script(
-            order.spec.environment,
-            order.agent,
+            request.spec.environment,
+            request.agent,
             "node",
-            directives=[f"#$ {line}" for line in _directives(order, suffix, limit)],
-            comment=f"heliostat: {count(len(sized), 'node')} of `{order.spec.cluster_name}`; this script is the first",
+            directives=[f"#$ {line}" for line in _directives(request, suffix, limit)],
+            comment=f"heliostat: {count(len(sized), 'node')} of `{request.spec.cluster_name}`; this script is the first",
             first=HOSTS,
             config=config,
-            python=order.python,
+            python=request.python,
         )
-        path = order.folder / f"script{suffix}.sh"
+        path = request.folder / f"script{suffix}.sh"
         names = tuple(member.name for member in sized)
         submit = Step(("qsub", "-terse", path.as_posix()), names, {"grace_s": grace})
         return Plan((File(path, script.render(), 0o700),), (submit,))
 
     # -- starting
 
-    def launch(self, plan: Plan, order: Order, host: Transport) -> Iterator[Handle]:
+    def launch(self, plan: Plan, request: LaunchRequest, host: Transport) -> Iterator[Handle]:
         for step in plan.steps:
-            job = self._find(order, step.nodes, host) or self._submit(step.argv, order, host)
-            yield Handle(job, step.nodes, {"folder": order.folder.as_posix(), **step.config})
+            job = self._find(request, step.nodes, host) or self._submit(step.argv, request, host)
+            yield Handle(job, step.nodes, {"folder": request.folder.as_posix(), **step.config})
 
-    def _place(self, order: Order) -> dict[str, Any]:
+    def _place(self, request: LaunchRequest) -> dict[str, Any]:
         return {}
 
-    def strays(self, mark: str | None, spec: ClusterSpec, host: Transport) -> list[Handle]:
+    def find_orphans(self, mark: str | None, spec: ClusterSpec, host: Transport) -> list[Handle]:
         return self._strays(mark, {}, host)
 
     def _marked(self, place: Mapping[str, Any], host: Transport) -> list[tuple[str, str]]:
@@ -159,11 +160,11 @@ class GridEngine(batch.Batch):
         found = re.findall(r"^=== (\d+)\ncontext:.*?HELIOSTAT=([^,\s]+)", done.out, re.MULTILINE)
         return [(job, mark) for job, mark in found]
 
-    def _submit(self, argv: Sequence[str], order: Order, host: Transport) -> str:
+    def _submit(self, argv: Sequence[str], request: LaunchRequest, host: Transport) -> str:
         done = batch.retry(lambda: batch.ask(host, argv), PASSING)
         if done.code == 0 and done.out.strip():
             return done.out.split()[-1]
-        what = f"Grid Engine did not take the job of `{order.spec.cluster_name}`"
+        what = f"Grid Engine did not take the job of `{request.spec.cluster_name}`"
         raise batch.refused(
             done, what, "gridengine.rejected", "heliostat up --dry-run shows the script; heliostat doctor"
         )
@@ -205,18 +206,18 @@ class GridEngine(batch.Batch):
         return batch.through_agent(node, str(handle.detail["folder"]), argv, host)
 
 
-def _directives(order: Order, suffix: str, limit: int | None) -> Iterator[str]:
+def _directives(request: LaunchRequest, suffix: str, limit: int | None) -> Iterator[str]:
     from heliostat.common.shell import quote
 
-    options, by_hand = order.options, bool(order.config.get("standalone"))
-    yield f"-N ray-{order.spec.cluster_name}{suffix}"  # a name must begin with a letter
+    options, by_hand = request.options, bool(request.config.get("standalone"))
+    yield f"-N ray-{request.spec.cluster_name}{suffix}"  # a name must begin with a letter
     if not by_hand:
-        yield f"-ac HELIOSTAT={batch.mark_of(order.config['mark'], suffix)}"
-        yield quote(["-o", (order.folder / "logs" / f"gridengine{suffix}.out").as_posix()])
+        yield f"-ac HELIOSTAT={batch.mark_of(request.config['mark'], suffix)}"
+        yield quote(["-o", (request.folder / "logs" / f"gridengine{suffix}.out").as_posix()])
     yield "-j y"
     yield "-r n"
     yield "-S /bin/bash"
-    yield f"-pe {options.pe} {options.slots * len(order.members)}"
+    yield f"-pe {options.pe} {options.slots * len(request.members)}"
     if limit is not None:
         yield f"-l h_rt={limit}"
     for letter, key in (("-q", "queue"), ("-P", "project")):
@@ -235,17 +236,21 @@ def jobs(text: str) -> dict[str, str]:
     return {row.findtext("JB_job_number", ""): row.findtext("state", "") for row in rows}
 
 
-def observation(letters: str) -> Observation:
+def observation(reserved_short_options: str) -> Observation:
     """Grid Engine's letters become one of our words: Eqw, hqw, qw, t, r, Rr, s, dr …"""
-    if "d" in letters:
-        return Observation(N.STOPPING, "it is being deleted", letters)
-    if "E" in letters:
-        return Observation(N.FAILED, "it can never run: qstat -j tells why", letters)
-    if "q" in letters or "w" in letters:
-        return Observation(N.QUEUED, "it is on hold" if "h" in letters else "it waits for its turn", letters)
-    if set(letters) & set("rtsST"):
-        return Observation(N.ALLOCATED, "", letters)
-    return Observation(N.UNKNOWN, f"Grid Engine says `{letters}`", letters)
+    if "d" in reserved_short_options:
+        return Observation(N.STOPPING, "it is being deleted", reserved_short_options)
+    if "E" in reserved_short_options:
+        return Observation(N.FAILED, "it can never run: qstat -j tells why", reserved_short_options)
+    if "q" in reserved_short_options or "w" in reserved_short_options:
+        return Observation(
+            N.QUEUED,
+            "it is on hold" if "h" in reserved_short_options else "it waits for its turn",
+            reserved_short_options,
+        )
+    if set(reserved_short_options) & set("rtsST"):
+        return Observation(N.ALLOCATED, "", reserved_short_options)
+    return Observation(N.UNKNOWN, f"Grid Engine says `{reserved_short_options}`", reserved_short_options)
 
 
 BACKEND = GridEngine()

@@ -207,13 +207,13 @@ def up(
     manager = ClusterManager(emit=emit)
     if wait_timeout is not None and not wait_timeout > 0:
         raise UsageError("`wait_timeout` cannot be used", cause=f"`{wait_timeout}` is no number of seconds")
-    sites, flat = backends.names(), {key: value for key, value in values.items() if value is not None}
+    backend_names, flat = backends.names(), {key: value for key, value in values.items() if value is not None}
     if isinstance(file, ClusterSpec):  # it may have been copied or made without a check
         base, own = _as_file(file), dict[str, str]()
-        spec = loader.load(sites, base=base, environ=own, flags=flat, nodes_of=backends.nodes_of).spec
+        spec = loader.load(backend_names, base=base, environ=own, flags=flat, nodes_of=backends.nodes_of).spec
     else:
         path = Path(file) if file else None
-        spec = loader.load(sites, file=path, flags=flat, nodes_of=backends.nodes_of).spec
+        spec = loader.load(backend_names, file=path, flags=flat, nodes_of=backends.nodes_of).spec
     view = manager.up(spec, wait_timeout_s=wait_timeout)
     return Cluster(view.record.name, manager, owned=not keep)
 
@@ -222,8 +222,8 @@ def _as_file(spec: ClusterSpec) -> dict[str, Any]:
     """The spec as its file would have it: what was said, and the tables of the backends."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a value of a wrong type is refused by the check that follows
-        said = spec.model_dump(mode="json", exclude_unset=True, exclude={"sites"})
-    return {**said, **spec.sites}
+        said = spec.model_dump(mode="json", exclude_unset=True, exclude={"backend_tables"})
+    return {**said, **spec.backend_tables}
 
 
 def connect(name: str) -> Cluster:

@@ -122,7 +122,7 @@ class Node:
             step.stdin.close()
             self.steps = [step]
 
-    def tell(self, *names):
+    def platform_status(self, *names):
         """These end; the real ones hear it through the hub."""
         for words in (words for name in names for words in self.spoken(name)):
             if words["node"] != self.name and start_time(words["pid"]) == words["start"]:
@@ -134,13 +134,13 @@ class Node:
                 request = json.load(stream)
             os.unlink(path)
             if request["do"] == "leave":
-                self.tell(request["node"])
+                self.platform_status(request["node"])
 
     def end_others(self):
         """Who came with us leaves with us, and everybody with the head."""
         deadline = time.monotonic() + 5  # a stubborn one ends with the job
         while any(step.poll() is None for step in self.steps) and time.monotonic() < deadline:
-            self.tell(*[member["node"] for member in self.config["members"]])
+            self.platform_status(*[member["node"] for member in self.config["members"]])
             time.sleep(0.05)
 
     def run(self):

@@ -100,8 +100,8 @@ def test_a_plan_is_pure_and_always_the_same(
     before = listing(home), dict(os.environ), world.calls
     for call in ("Popen", "run"):
         monkeypatch.setattr(subprocess, call, None)
-    order, plan = planner.plan(folder, spec)
-    assert (order, plan) == planner.plan(folder, spec)
+    request, plan = planner.plan(folder, spec)
+    assert (request, plan) == planner.plan(folder, spec)
     assert before == (listing(home), dict(os.environ), world.calls), "nothing was written, set or run"
     assert [node for step in plan.steps for node in step.nodes] == [member.name for member in members(spec)]
     for step in plan.steps:
@@ -178,10 +178,10 @@ def test_launch_goes_on_only_when_it_is_told_to(world: World) -> None:
     life, spec = world.life(), world.spec(nodes=3)
     folder = life.creator.create(spec, None)
     record = folder.record()
-    order, plan = life.planner.plan(spec, cluster_id=record.id)
+    request, plan = life.planner.plan(spec, cluster_id=record.id)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Died):
         patch.setattr(ClusterFolder, "save", die)
-        life.launcher.launch(folder, record, order, plan)
+        life.launcher.launch(folder, record, request, plan)
     (first,) = handles(record)
     assert first.nodes[0] == "head" and Handle.from_json(json.loads(json.dumps(first.to_json()))) == first
     if world.orphans_end:
@@ -189,7 +189,7 @@ def test_launch_goes_on_only_when_it_is_told_to(world: World) -> None:
         assert world.starts() == []
         return
     empty, record = folder.record(), folder.record()
-    life.launcher.launch(folder, record, order, plan)
+    life.launcher.launch(folder, record, request, plan)
     assert not world.together or handles(record) == [first]
     until(lambda: len(world.running()) == 3, "it is found again, or another takes its place")
     folder.save(empty)

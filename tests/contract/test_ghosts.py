@@ -59,7 +59,7 @@ def test_nothing_is_recorded_where_the_packages_are_missing(
 
     monkeypatch.setattr(launcher.Launcher, "_missing_package", without)
     monkeypatch.setattr(api, "connect", no_client)
-    spec = ClusterSpec.model_validate({"name": "lab", "on": site, "sites": {site: TABLES[site]}})
+    spec = ClusterSpec.model_validate({"name": "lab", "on": site, "backend_tables": {site: TABLES[site]}})
     with pytest.raises(HeliostatError, match="package that is not here") as caught:
         ClusterManager(Store(home)).up(spec)
     assert "pip install" in caught.value.hint and Store(home).names() == [] == Store(home).past()

@@ -185,7 +185,7 @@ def test_the_operators_deadline_ends_a_run(kube: Kube, home: Path, tmp_path: Pat
     plain(caught.value)
     assert "its time limit has passed" in caught.value.cause
     assert not lives(begun(tmp_path)) and kube.names("rayjobs") == []
-    past = Store(home).last_past("lab")
+    past = Store(home).last_archived("lab")
     assert past is not None and "its time limit has passed" in past.record().reason
 
 

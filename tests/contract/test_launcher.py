@@ -17,7 +17,7 @@ from moto.server import ThreadedMotoServer
 
 from contract.fake_gcp import FakeGcp
 from heliostat import backends
-from heliostat.backends.base import Handle, Order, Plan
+from heliostat.backends.base import Handle, LaunchRequest, Plan
 from heliostat.backends.cloud.launcher import resources
 from heliostat.cluster import planner
 from heliostat.cluster.manager import ClusterManager
@@ -118,14 +118,14 @@ class Site:
     def __init__(self, spec: ClusterSpec, folder: Path) -> None:
         self.backend: Any = backends.load(spec.on)
         place = ClusterFolder(folder)
-        self.order: Order
+        self.request: LaunchRequest
         self.plan: Plan
-        self.order, self.plan = planner.plan(place, spec, cluster_id=MARK)
+        self.request, self.plan = planner.plan(place, spec, cluster_id=MARK)
         for file in self.plan.files:
             folder.joinpath(file.path.name).write_text(file.text)
         (folder / "token").write_text("secret")
         (folder / "agent.pyz").write_bytes(b"agent")
-        self.launching = self.backend.launch(self.plan, self.order, Local())
+        self.launching = self.backend.launch(self.plan, self.request, Local())
         self.folder = folder
 
     def start(self) -> Handle:
@@ -151,7 +151,7 @@ def test_a_failed_up_leaves_nothing(account: Account, tmp_path: Path) -> None:
         life.up(spec(account))
     assert "did not start" in error.value.message and "Connection refused" in error.value.cause
     assert account.new() == {other}, "somebody else's cluster of the same name is not ours"
-    assert not life.store.names() and life.store.last_past("lab")
+    assert not life.store.names() and life.store.last_archived("lab")
     (place,) = (tmp_path / "home/history").iterdir()
     assert not any((place / name).exists() for name in ("token", "key", "tmp")), sorted(place.iterdir())
     assert "secret" not in (place / "logs/head/launcher.log").read_text()
@@ -175,7 +175,7 @@ def test_a_launcher_that_is_at_work_is_ended_first(account: Account, tmp_path: P
     handle = site.start()
     process = json.loads((tmp_path / "launcher.json").read_text())
     until(account.alive, "an instance")
-    told = site.backend.tell(handle, site.order.members, {}, Local())
+    told = site.backend.platform_status(handle, site.request.members, {}, Local())
     assert told.nodes["head"]["state"] in ("QUEUED", "ALLOCATED") and told.connection is None
     assert process_start(process["pid"]) == process["start"]
     site.backend.cancel([handle], Local())

@@ -10,7 +10,7 @@ import pytest
 
 from contract.worlds import World, until
 from heliostat import backends
-from heliostat.backends.base import Handle, Order, Plan
+from heliostat.backends.base import Handle, LaunchRequest, Plan
 from heliostat.cluster import terminate
 from heliostat.common.errors import HeliostatError
 from heliostat.remote.transport import Transport
@@ -28,8 +28,8 @@ class Gate:
         backend = backends.load(world.site)
         launch = backend.launch
 
-        def held(plan: Plan, order: Order, host: Transport) -> Iterator[Handle]:
-            for i, handle in enumerate(launch(plan, order, host)):
+        def held(plan: Plan, request: LaunchRequest, host: Transport) -> Iterator[Handle]:
+            for i, handle in enumerate(launch(plan, request, host)):
                 if i == number and not after:
                     self.wait()
                 yield handle

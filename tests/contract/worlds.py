@@ -241,7 +241,7 @@ class BatchWorld(LocalWorld):
         (self.folder / "queue").unlink()
 
     def spec(self, **values: Any) -> ClusterSpec:
-        return super().spec(**{"sites": {self.site: {"grace": "1s"}}, **values})
+        return super().spec(**{"backend_tables": {self.site: {"grace": "1s"}}, **values})
 
     def apart(self, nodes: int) -> View:
         view = self.life().up(self.spec(nodes=1))
@@ -312,7 +312,7 @@ class SshWorld(LocalWorld):
         return len(path.read_text().splitlines()) if path.exists() else 0
 
     def spec(self, **values: Any) -> ClusterSpec:
-        given = {"hosts": list(self.HOSTS), "nodes": 1, "sites": {"ssh": {"python": sys.executable}}}
+        given = {"hosts": list(self.HOSTS), "nodes": 1, "backend_tables": {"ssh": {"python": sys.executable}}}
         return super().spec(**{**given, **values})
 
     def refuse_launch(self, number: int) -> None:

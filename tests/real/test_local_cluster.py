@@ -42,14 +42,14 @@ ASK = ["--name", NAME, "--nodes", "2", "--cpus-per-node", "1", "--object-store",
 
 NUMBER = (int, float)
 STATUS = {
-    "schema": int, "name": str, "site": str, "state": str, "ray_version": str, "address": str, "dashboard_port": int,
+    "schema": int, "name": str, "backend": str, "state": str, "ray_version": str, "address": str, "dashboard_port": int,
     "started": NUMBER, "time_left_s": NUMBER, "idle_s": NUMBER, "nodes": list, "jobs": list,
 }  # fmt: skip
 NODE = {
     "name": str, "role": str, "state": str, "reason": str, "ip": str, "native_id": str, "resources": dict, "gpus": list,
 }  # fmt: skip
 JOB = {"id": str, "status": str, "entrypoint": str, "started": NUMBER, "seconds": NUMBER}
-LISTED = {"name": str, "site": str, "state": str, "nodes": int, "native_ids": list, "started": NUMBER}
+LISTED = {"name": str, "backend": str, "state": str, "nodes": int, "native_ids": list, "started": NUMBER}
 CONNECTION = {
     "RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "HELIOSTAT_CLUSTER", "HELIOSTAT_RAY_PORT", "HELIOSTAT_HEAD_NODE",
     "HELIOSTAT_HEAD_IP", "HELIOSTAT_PORT_OFFSET", "HELIOSTAT_STARTED", "HELIOSTAT_DASHBOARD_PORT",
@@ -187,7 +187,7 @@ def test_status_as_text(pair: Pair) -> None:
 def test_status_as_json(pair: Pair) -> None:
     status = document("status", NAME)
     has(status, STATUS)
-    assert (status["name"], status["site"], status["state"]) == (NAME, "local", "ready")
+    assert (status["name"], status["backend"], status["state"]) == (NAME, "local", "ready")
     assert status["address"] == pair.connection["address"] and status["problem"] == ""
     assert status["dashboard_port"] == pair.connection["dashboard_port"]
     assert 0 < status["time_left_s"] <= 7200 and status["idle_s"] >= 0

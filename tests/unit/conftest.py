@@ -44,7 +44,7 @@ def record(name: str = "lab", **more: Any) -> Record:
     """A cluster of a head and a worker that was asked for a while ago."""
     values: dict[str, Any] = {
         "id": "0123456789abcdef",
-        "site": "local",
+        "backend": "local",
         "kind": "up",
         "created": 1_700_000_000.0,
         "spec": {"on": "local", "name": name, "nodes": 2},

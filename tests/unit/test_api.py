@@ -30,7 +30,7 @@ def nothing_starts(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ClusterManager, "up", up)
 
 
-LAB = ClusterSpec(name="lab", nodes=2, sites={"slurm": {"partition": "gpu"}})
+LAB = ClusterSpec(name="lab", nodes=2, backend_tables={"slurm": {"partition": "gpu"}})
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_arguments_take_the_place_of_what_the_spec_says() -> None:
         heliostat.up(LAB, nodes=4, on="slurm", memory_per_node="2G")
     spec = caught.value.spec
     assert (spec.name, spec.nodes, spec.on) == ("lab", 4, "slurm")
-    assert spec.sites == {"slurm": {"partition": "gpu"}} and spec.memory_per_node == 2 * 2**30
+    assert spec.backend_tables == {"slurm": {"partition": "gpu"}} and spec.memory_per_node == 2 * 2**30
     with pytest.raises(Asked) as caught:
         heliostat.up(LAB)
     assert caught.value.spec == LAB

@@ -65,9 +65,9 @@ def test_every_file_of_the_client_can_be_imported(client: Client) -> None:
 
 
 def test_before_there_is_anything(client: Client, home: Path) -> None:
-    for letters in ("utf-8", "cp437", "ascii"):  # what a file or a pipe takes there
-        said = ok(client("--help", PYTHONIOENCODING=letters)) + ok(
-            client("up", "--help", PYTHONIOENCODING=letters)
+    for reserved_short_options in ("utf-8", "cp437", "ascii"):  # what a file or a pipe takes there
+        said = ok(client("--help", PYTHONIOENCODING=reserved_short_options)) + ok(
+            client("up", "--help", PYTHONIOENCODING=reserved_short_options)
         )
         assert "start a cluster" in said
     assert json.loads(ok(client("ls", "--json")))["clusters"] == []

@@ -53,7 +53,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Order:
+class LaunchRequest:
     """What to plan: these members of this cluster, below this folder. `config` is what every agent of it is told."""
 
     spec: ClusterSpec
@@ -95,8 +95,8 @@ class Observation:
 
     state: NodeState
     reason: str = ""
-    word: str = ""
-    words: Mapping[str, Any] = field(default_factory=dict)  # the node's own last, where its file is not here
+    native_state: str = ""
+    report: Mapping[str, Any] = field(default_factory=dict)  # the node's own last, where its file is not here
 
 
 @dataclass(frozen=True)
@@ -117,16 +117,16 @@ class Question:
     Names and hints may have fields in braces, which the answer fills in."""
 
     name: str
-    well: str
+    expected: str
     hint: str = ""
-    bad: str = "fail"  # the verdict where it is not well; "": it is only told
+    severity: str = "fail"  # the verdict where it is not well; "": it is only told
 
     def answer(
         self,
         good: bool,
         found: str,
         *,
-        bad: str | None = None,
+        severity: str | None = None,
         hint: str | None = None,
         attachment: str = "",
         **fields: Any,
@@ -136,7 +136,7 @@ class Question:
         if good:
             return Check(name, "ok", found)
         said = self.hint.format(**fields) if hint is None else hint
-        return Check(name, bad or self.bad, found, said, attachment)
+        return Check(name, severity or self.severity, found, said, attachment)
 
 
 _MISSING = 'for p; do command -v -- "$p" >/dev/null 2>&1 || printf "%s\\n" "$p"; done'
@@ -161,7 +161,7 @@ def by_name(*asked: Question) -> dict[str, Question]:
 
 
 @dataclass(frozen=True)
-class Told:
+class PlatformStatus:
     """What is known of a cluster whose Ray the platform starts: what our own agents write into its folder elsewhere.
 
     nodes: by our name for it, {"state", "reason", "role", "group", "ip", "host", "id": its machine's own name}; more than were asked for where they come
@@ -177,11 +177,15 @@ class Backend(Protocol):
     Options: ClassVar[type]  # a frozen dataclass: the site's own table of the file
     starts_ray: ClassVar[bool]  # True: our agent runs `ray start`; False: the platform does
     shares_files: ClassVar[bool]  # True: the head sees the caller's folders under the same paths
-    grows: ClassVar[bool]  # True: nodes come and go with Ray's demand (`autoscale`)
+    autoscales: ClassVar[bool]  # True: nodes come and go with Ray's demand (`autoscale`)
     most_nodes: ClassVar[int]  # that one cluster may have
     takes_options: ClassVar[bool]  # True: there is a scheduler whose own options a person may give
-    letters: ClassVar[tuple[str, ...]]  # its scheduler's options that are flags of ours elsewhere (-q)
-    pace: ClassVar[tuple[float, float]]  # seconds between two questions to the site: after news, and at most
+    reserved_short_options: ClassVar[
+        tuple[str, ...]
+    ]  # its scheduler's options that are flags of ours elsewhere (-q)
+    poll_interval: ClassVar[
+        tuple[float, float]
+    ]  # seconds between two questions to the site: after news, and at most
 
     questions: ClassVar[Mapping[str, Question]]  # what `checks` answers
 
@@ -202,15 +206,15 @@ class Backend(Protocol):
         """What the site has, as far as planning needs it; one quick look, {} where it does not answer."""
         ...
 
-    def plan(self, order: Order) -> Plan:
+    def plan(self, request: LaunchRequest) -> Plan:
         """Pure. Raises UsageError for what the site cannot do."""
         ...
 
-    def launch(self, plan: Plan, order: Order, host: Transport) -> Iterator[Handle]:
+    def launch(self, plan: Plan, request: LaunchRequest, host: Transport) -> Iterator[Handle]:
         """Yields each handle the moment it exists, and goes on only when the caller has put it on record."""
         ...
 
-    def strays(self, mark: str | None, spec: ClusterSpec, host: Transport) -> Sequence[Handle]:
+    def find_orphans(self, mark: str | None, spec: ClusterSpec, host: Transport) -> Sequence[Handle]:
         """What was launched for this cluster and may not be on record, because the one who launched it died. Empty where
         such a thing ends by itself. Raises HeliostatError where the backend does not say. mark None: nobody has the record; whatever has the cluster's name, where the site's
         machines remember it: "id" and "launch" of each in its detail."""
@@ -229,7 +233,7 @@ class Backend(Protocol):
         """The command on that node, to its end."""
         ...
 
-    def bring_home(self, handles: Sequence[Handle], folder: Path) -> Sequence[str]:
+    def collect_logs(self, handles: Sequence[Handle], folder: Path) -> Sequence[str]:
         """The end: logs that lie elsewhere come into this folder, and what was written there goes. What a person should know."""
         ...
 
@@ -242,9 +246,9 @@ class Platform(Backend, Protocol):
     """A site that starts Ray itself (`starts_ray` False): one handle is the whole cluster, and no agent of ours is there.
     Work goes through Ray's Jobs API, that of a `run` too."""
 
-    def tell(
+    def platform_status(
         self, handle: Handle, nodes: Sequence[NodeRecord], before: Mapping[str, Any], host: Transport
-    ) -> Told:
+    ) -> PlatformStatus:
         """How it is: of every one of these nodes, and of those that came with demand. before: what was told last, by node,
         so that each keeps its name. Raises HeliostatError when the platform does not answer."""
         ...
@@ -254,7 +258,7 @@ class Platform(Backend, Protocol):
         ...
 
     def logs(
-        self, handle: Handle, node: str, told: Mapping[str, Any], known: Mapping[str, int], host: Transport
+        self, handle: Handle, node: str, status: Mapping[str, Any], known: Mapping[str, int], host: Transport
     ) -> Mapping[str, bytes]:
         """What the node's logs have beyond the bytes that are known of each, by file name. told: of `tell`."""
         ...
@@ -267,11 +271,14 @@ class Platform(Backend, Protocol):
         """The command of a `run` was handed to Ray under this id: a platform that can, ends the cluster after it."""
         ...
 
-    def keep(self, handle: Handle, host: Transport, *, away: bool) -> None:
-        """Puts the cluster away so that nothing of it runs and `up` brings it back, or brings it back. UsageError where the
-        platform cannot."""
+    def suspend(self, handle: Handle, host: Transport) -> None:
+        """Stops every node of the cluster; `resume` starts them again. Raises UsageError where the platform cannot."""
         ...
 
-    def renew(self, handle: Handle, node: str, told: Mapping[str, Any], host: Transport) -> None:
+    def resume(self, handle: Handle, host: Transport) -> None:
+        """Starts the nodes of a suspended cluster again."""
+        ...
+
+    def replace_node(self, handle: Handle, node: str, status: Mapping[str, Any], host: Transport) -> None:
         """This node ends, and the platform puts another in its place. UsageError where it does not."""
         ...

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from heliostat.backends.base import Handle, Observation, Order, Plan, require_programs
+from heliostat.backends.base import Handle, LaunchRequest, Observation, Plan, require_programs
 from heliostat.common.errors import Code, HeliostatError, UsageError
 from heliostat.common.limits import MOST_NODES
 from heliostat.state.states import NodeState
@@ -37,13 +37,13 @@ MARGIN_S = (
 COMMAND_S = 60.0  # for one scheduler command; a slow controller is not a dead one
 
 
-def by_group(order: Order) -> list[Order]:
+def by_group(request: LaunchRequest) -> list[LaunchRequest]:
     """The parts that become jobs of their own, the head's first: each with its group's own options."""
     groups: dict[str | None, list[Member]] = {}
-    for member in order.members:
+    for member in request.members:
         groups.setdefault(member.group, []).append(member)
     return [
-        replace(order, members=part, options=order.group_options.get(group or "", order.options))
+        replace(request, members=part, options=request.group_options.get(group or "", request.options))
         for group, part in groups.items()
     ]
 
@@ -58,17 +58,17 @@ def mark_of(mark: str, suffix: str) -> str:
     return f"heliostat:{mark}{suffix}"
 
 
-def times(order: Order, said: int | None, most: int | None) -> tuple[int | None, int]:
+def times(request: LaunchRequest, said: int | None, most: int | None) -> tuple[int | None, int]:
     """(the job's time limit or None for the site's own, how long before it the work is told).
 
     said: by the scheduler's own words; most: what the queue allows."""
     from heliostat.common.units import parse_duration
 
-    limit = order.spec.time or said
-    if limit is None and not order.config["command"]:
+    limit = request.spec.time or said
+    if limit is None and not request.config["command"]:
         # what stays lives for a day unless somebody says otherwise, or the queue ends it sooner
         limit = min(DAY_S, most or DAY_S)
-    grace = parse_duration(order.options.grace)
+    grace = parse_duration(request.options.grace)
     if limit is not None:
         # a short job must not be told at its beginning that it ends
         grace = max(10, min(grace, limit // 4))
@@ -84,39 +84,39 @@ def parse_time(said: str | int | None, key: str) -> int | None:
         raise UsageError(f"`{key}` cannot be used", cause=str(error)) from None
 
 
-def with_config(order: Order, more: Mapping[str, object]) -> Order:
-    return replace(order, config={**order.config, **more})
+def with_config(request: LaunchRequest, more: Mapping[str, object]) -> LaunchRequest:
+    return replace(request, config={**request.config, **more})
 
 
-def job_config(order: Order, others: Sequence[str], rank: str) -> tuple[str, str]:
+def job_config(request: LaunchRequest, others: Sequence[str], rank: str) -> tuple[str, str]:
     """(suffix of the job's files, the agents' config).
 
     others: the command that starts the agents of the other nodes; rank: the variable that counts them there, from 0."""
-    suffix = suffix_of(order.members[0].name)
-    members = [_member_config(order, member) for member in order.members]
+    suffix = suffix_of(request.members[0].name)
+    members = [_member_config(request, member) for member in request.members]
     common = members[-1]["resources"]  # said once: a thousand nodes are mostly alike
     for member in members:
         if member["resources"] == common:
             del member["resources"]
     config = {
-        **order.config,
-        "address": {"interface": order.spec.network.interface, "default": "route"},
+        **request.config,
+        "address": {"interface": request.spec.network.interface, "default": "route"},
         "role": "worker",
         "resources": common,
         "members": members,
-        "others": list(others) if len(order.members) > 1 else None,
+        "others": list(others) if len(request.members) > 1 else None,
         "rank": rank,
     }
     return suffix, json.dumps(config)
 
 
-def _member_config(order: Order, member: Member) -> dict[str, Any]:
+def _member_config(request: LaunchRequest, member: Member) -> dict[str, Any]:
     from heliostat.config.spec import members
 
     head: dict[str, Any] = {}
     if member.role == "head":
-        own = {other.name for other in order.members}
-        apart = [other.name for other in members(order.spec) if other.name not in own]
+        own = {other.name for other in request.members}
+        apart = [other.name for other in members(request.spec) if other.name not in own]
         # groups have allocations of their own, which may be queued while the head waits for their nodes
         head = {"role": "head", **({"queued": apart} if apart else {})}
     return {
@@ -126,7 +126,7 @@ def _member_config(order: Order, member: Member) -> dict[str, Any]:
             "cpus": member.cpus,
             "gpus": member.gpus,
             "memory": member.memory,
-            "object_store": order.spec.object_store,
+            "object_store": request.spec.object_store,
             "custom": member.resources,
             "labels": member.labels,
         },
@@ -138,12 +138,12 @@ class Batch:
 
     starts_ray: ClassVar[bool] = True
     shares_files: ClassVar[bool] = True
-    grows: ClassVar[bool] = False
+    autoscales: ClassVar[bool] = False
     most_nodes: ClassVar[int] = MOST_NODES
     takes_options: ClassVar[bool] = True
-    letters: ClassVar[tuple[str, ...]] = ()
+    reserved_short_options: ClassVar[tuple[str, ...]] = ()
     long_options: ClassVar[frozenset[str]] = frozenset()  # of the submit command, as far as they are known
-    pace: ClassVar[tuple[float, float]] = (0.5, 10.0)
+    poll_interval: ClassVar[tuple[float, float]] = (0.5, 10.0)
     after: ClassVar[tuple[str, ...]]  # options: not before the job HEAD begins
     insists: ClassVar[
         bool
@@ -152,11 +152,11 @@ class Batch:
     programs: ClassVar[tuple[str, ...]] = ()  # without these nothing is submitted, seen or ended
     last_resort: ClassVar[str]  # what a person may type for a job that does not go
 
-    def _job(self, order: Order) -> Plan:
+    def _job(self, request: LaunchRequest) -> Plan:
         """One job for these members."""
         raise NotImplementedError
 
-    def _place(self, order: Order) -> dict[str, Any]:
+    def _place(self, request: LaunchRequest) -> dict[str, Any]:
         """What is needed to find a job of this order again, beside its id."""
         raise NotImplementedError
 
@@ -164,7 +164,7 @@ class Batch:
         """My jobs in the queue: (id, mark). Raises HeliostatError when the scheduler does not say."""
         raise NotImplementedError
 
-    def _submit(self, argv: Sequence[str], order: Order, host: Transport) -> str:
+    def _submit(self, argv: Sequence[str], request: LaunchRequest, host: Transport) -> str:
         """The job's id."""
         raise NotImplementedError
 
@@ -187,28 +187,28 @@ class Batch:
             host,
         )
 
-    def plan(self, order: Order) -> Plan:
+    def plan(self, request: LaunchRequest) -> Plan:
         """One job for the head and the plain workers, one for each group of workers: a group has its own queue, its own
         place in it, and is not waited for by the rest."""
-        jobs = [self._job(part) for part in by_group(order)]
+        jobs = [self._job(part) for part in by_group(request)]
         first, *rest = (step for job in jobs for step in job.steps)
         after = [replace(step, argv=(*step.argv[:-1], *self.after, step.argv[-1])) for step in rest]
-        steps = (first, *(after if order.members[0].role == "head" else rest))
+        steps = (first, *(after if request.members[0].role == "head" else rest))
         return Plan(tuple(file for job in jobs for file in job.files), steps)
 
-    def launch(self, plan: Plan, order: Order, host: Transport) -> Iterator[Handle]:
-        place, head = self._place(order), ""
+    def launch(self, plan: Plan, request: LaunchRequest, host: Transport) -> Iterator[Handle]:
+        place, head = self._place(request), ""
         for step in plan.steps:
             argv = [word.replace("HEAD", head) if word == self.after[-1] else word for word in step.argv]
-            job = self._find(order, step.nodes, host) or self._submit(argv, order, host)
+            job = self._find(request, step.nodes, host) or self._submit(argv, request, host)
             head = head or job
-            yield Handle(job, step.nodes, {**place, "folder": order.folder.as_posix(), **step.config})
+            yield Handle(job, step.nodes, {**place, "folder": request.folder.as_posix(), **step.config})
 
-    def _find(self, order: Order, nodes: Sequence[str], host: Transport) -> str | None:
+    def _find(self, request: LaunchRequest, nodes: Sequence[str], host: Transport) -> str | None:
         """A job of ours that an interrupted `up` submitted and could not write down."""
-        wanted = mark_of(order.config["mark"], suffix_of(nodes[0]))
+        wanted = mark_of(request.config["mark"], suffix_of(nodes[0]))
         try:
-            jobs = self._marked(self._place(order), host)
+            jobs = self._marked(self._place(request), host)
         except HeliostatError:
             return None  # whoever submits is told why
         return next((job for job, mark in jobs if mark == wanted), None)
@@ -277,7 +277,7 @@ class Batch:
             time.sleep(pause)
             pause = min(2.0, pause * 1.3)
 
-    def bring_home(self, handles: Sequence[Handle], folder: Path) -> list[str]:
+    def collect_logs(self, handles: Sequence[Handle], folder: Path) -> list[str]:
         return []  # it is here already
 
     def reach(self, handle: Handle, host: Transport) -> Transport:

@@ -9,7 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from heliostat.backends.base import RUN_S, Check, File, Handle, Observation, Order, Plan, Question, Step
+from heliostat.backends.base import (
+    RUN_S,
+    Check,
+    File,
+    Handle,
+    LaunchRequest,
+    Observation,
+    Plan,
+    Question,
+    Step,
+)
 from heliostat.common.errors import Code, HeliostatError, UsageError
 from heliostat.common.limits import MOST_LOCAL_NODES
 from heliostat.common.processes import process_start
@@ -36,11 +46,11 @@ class Local:
     Options: ClassVar[type] = Options
     starts_ray: ClassVar[bool] = True
     shares_files: ClassVar[bool] = True
-    grows: ClassVar[bool] = False
+    autoscales: ClassVar[bool] = False
     most_nodes: ClassVar[int] = MOST_LOCAL_NODES
     takes_options: ClassVar[bool] = False
-    letters: ClassVar[tuple[str, ...]] = ()
-    pace: ClassVar[tuple[float, float]] = (0.0, 0.0)  # looking at a process costs nothing
+    reserved_short_options: ClassVar[tuple[str, ...]] = ()
+    poll_interval: ClassVar[tuple[float, float]] = (0.0, 0.0)  # looking at a process costs nothing
     questions: ClassVar[Mapping[str, Question]] = {}  # this computer is looked at for everybody
 
     def checks(self, spec: ClusterSpec | None, host: Transport) -> list[Check]:
@@ -55,11 +65,11 @@ class Local:
     def survey(self, options: Any, host: Transport) -> dict[str, Any]:
         return {}
 
-    def plan(self, order: Order) -> Plan:
+    def plan(self, request: LaunchRequest) -> Plan:
         from heliostat.config.spec import members
         from heliostat.remote.start_script import agent_script
 
-        spec = order.spec
+        spec = request.spec
         if (spec.hosts or spec.head.host) and "on" not in spec.model_fields_set:
             raise UsageError(
                 "`hosts` has no meaning on `local`",
@@ -67,8 +77,8 @@ class Local:
                 hint="on: ssh",
             )
         comment = f"heliostat: one node of `{spec.cluster_name}` on this computer; its config comes on standard input"
-        script = agent_script(spec.environment, order.agent, "node", comment=comment)
-        path = order.folder / "script.sh"
+        script = agent_script(spec.environment, request.agent, "node", comment=comment)
+        path = request.folder / "script.sh"
         # the nodes share the machine; one that comes later gets what the first ones got
         everybody = {member.name: place for place, member in enumerate(members(spec))}
         if len(everybody) > self.most_nodes:
@@ -78,11 +88,11 @@ class Local:
                 hint="--nodes 4",
             )
         steps = []
-        for member in order.members:
+        for member in request.members:
             share = everybody.get(member.name, 0)
             config = {
-                **order.config,
-                "mark": f"{order.config['mark']}-{member.name}",
+                **request.config,
+                "mark": f"{request.config['mark']}-{member.name}",
                 "node": member.name,
                 "role": member.role,
                 "address": {"interface": spec.network.interface, "default": "loopback"},
@@ -99,25 +109,25 @@ class Local:
             steps.append(Step(("bash", str(path)), (member.name,), config))
         return Plan((File(path, script.render(), 0o700),), tuple(steps))
 
-    def launch(self, plan: Plan, order: Order, host: Transport) -> Iterator[Handle]:
+    def launch(self, plan: Plan, request: LaunchRequest, host: Transport) -> Iterator[Handle]:
         for step in plan.steps:
-            logs = order.folder / "logs" / step.nodes[0]
+            logs = request.folder / "logs" / step.nodes[0]
             logs.mkdir(mode=0o700, parents=True, exist_ok=True)
             # the mark from the first moment on: what the set-up lines start must be found too
             mark = {"HELIOSTAT_NODE": step.config["mark"]}
             spawned = cast("Spawner", host).spawn(
-                step.argv, log=logs / "agent.log", cwd=order.folder, env=mark
+                step.argv, log=logs / "agent.log", cwd=request.folder, env=mark
             )
             detail = {
                 "pid": spawned.pid,
                 "start": spawned.start,
                 "mark": step.config["mark"],
-                "folder": str(order.folder),
+                "folder": str(request.folder),
             }
             yield Handle(f"{spawned.pid}.{spawned.start}", step.nodes, detail)
             spawned.feed(json.dumps(step.config).encode())
 
-    def strays(self, mark: str | None, spec: ClusterSpec, host: Transport) -> list[Handle]:
+    def find_orphans(self, mark: str | None, spec: ClusterSpec, host: Transport) -> list[Handle]:
         return []  # whoever gets no config on standard input ends
 
     def observe(self, handles: Sequence[Handle], host: Transport) -> dict[str, Observation]:
@@ -158,7 +168,7 @@ class Local:
     def execute(self, node: str, handle: Handle, argv: Sequence[str], host: Transport) -> Completed:
         return host.run(by_shell(argv), timeout=RUN_S)
 
-    def bring_home(self, handles: Sequence[Handle], folder: Path) -> list[str]:
+    def collect_logs(self, handles: Sequence[Handle], folder: Path) -> list[str]:
         return []  # it is here already
 
     def reach(self, handle: Handle, host: Transport) -> Transport:

@@ -17,8 +17,8 @@ from heliostat.backends.base import (
     Check,
     File,
     Handle,
+    LaunchRequest,
     Observation,
-    Order,
     Plan,
     Question,
     Step,
@@ -29,7 +29,7 @@ from heliostat.common.errors import Code, HeliostatError, PartialFailure, UsageE
 from heliostat.common.limits import MOST_NODES
 from heliostat.common.shell import SAFE
 from heliostat.remote.directory import PLACE, UNSAFE, pack
-from heliostat.remote.ssh import far
+from heliostat.remote.ssh import connect
 from heliostat.remote.transport import at_once
 from heliostat.state.states import NodeState
 
@@ -57,11 +57,11 @@ class OverSsh:
     Options: ClassVar[type] = Options
     starts_ray: ClassVar[bool] = True
     shares_files: ClassVar[bool] = False
-    grows: ClassVar[bool] = False
+    autoscales: ClassVar[bool] = False
     most_nodes: ClassVar[int] = MOST_NODES
     takes_options: ClassVar[bool] = False
-    letters: ClassVar[tuple[str, ...]] = ()
-    pace: ClassVar[tuple[float, float]] = (0.5, 10.0)
+    reserved_short_options: ClassVar[tuple[str, ...]] = ()
+    poll_interval: ClassVar[tuple[float, float]] = (0.5, 10.0)
     questions: ClassVar[Mapping[str, Question]] = by_name(
         Question("ssh", "the `ssh` command is here", "install OpenSSH's client")
     )
@@ -88,39 +88,39 @@ class OverSsh:
 
     # -- planning
 
-    def plan(self, order: Order) -> Plan:
+    def plan(self, request: LaunchRequest) -> Plan:
         from heliostat.remote.start_script import agent_script
 
-        spec = order.spec
+        spec = request.spec
         if not spec.machines:
             raise UsageError("there are no `hosts`", hint="hosts: [zinc, ann@copper] in the file")
         files, steps = [], []
-        for member in order.members:
+        for member in request.members:
             host = member.host
             assert host is not None
             environment = host.environment or spec.environment
             script = agent_script(
-                environment, Path("agent.pyz"), "node", python=order.options.python,
+                environment, Path("agent.pyz"), "node", python=request.options.python,
                 comment=f"heliostat: the node `{member.name}` of `{spec.cluster_name}`; its config comes on standard input",
             )  # fmt: skip
-            path = _place(order, member.name) / f"start-{member.name}.sh"
+            path = _place(request, member.name) / f"start-{member.name}.sh"
             files.append(File(path, script.render(), 0o700))
             config = {
-                **self._config(order, member),
-                "env": {**order.config["env"], **environment.env, **host.env},
+                **self._config(request, member),
+                "env": {**request.config["env"], **environment.env, **host.env},
             }
             steps.append(Step((*ssh_words(host), "bash", path.as_posix()), (member.name,), config))
         return Plan(tuple(files), tuple(steps))
 
-    def _config(self, order: Order, member: Member) -> dict[str, Any]:
-        spec = order.spec
+    def _config(self, request: LaunchRequest, member: Member) -> dict[str, Any]:
+        spec = request.spec
         assert member.host is not None
-        place = _place(order, member.name)
+        place = _place(request, member.name)
         return {
-            **order.config,
+            **request.config,
             "folder": place.as_posix(),
             "token_path": (place / "token").as_posix(),
-            "mark": f"{order.config['mark']}-{member.name}",
+            "mark": f"{request.config['mark']}-{member.name}",
             "node": member.name,
             "role": member.role,
             "address": {"interface": spec.network.interface, "default": "ssh"},
@@ -137,14 +137,14 @@ class OverSsh:
 
     # -- starting
 
-    def launch(self, plan: Plan, order: Order, host: Transport) -> Iterator[Handle]:
+    def launch(self, plan: Plan, request: LaunchRequest, host: Transport) -> Iterator[Handle]:
         """The head first, as far as it takes to know where it listens; then all others at once. A host that cannot be
         reached, or refuses, has a handle too: it says so when it is asked."""
         texts = {file.path.name: file.text.encode() for file in plan.files}
         first, *rest = plan.steps
-        head: Mapping[str, Any] | None = order.facts.get("head")
+        head: Mapping[str, Any] | None = request.facts.get("head")
         if first.config["role"] == "head":
-            handle = _start(order, first, texts, None)
+            handle = _start(request, first, texts, None)
             yield handle
             head = handle.detail.get("head")
         else:
@@ -152,12 +152,13 @@ class OverSsh:
         if head is None:  # there is nothing to join
             refused = "the head did not start"
             yield from (
-                Handle(f"{s.nodes[0]}.none", s.nodes, {**_detail(order, s), "refused": refused}) for s in rest
+                Handle(f"{s.nodes[0]}.none", s.nodes, {**_detail(request, s), "refused": refused})
+                for s in rest
             )
             return
-        yield from at_once(lambda step: _start(order, step, texts, head), rest)
+        yield from at_once(lambda step: _start(request, step, texts, head), rest)
 
-    def strays(self, mark: str | None, spec: ClusterSpec, host: Transport) -> list[Handle]:
+    def find_orphans(self, mark: str | None, spec: ClusterSpec, host: Transport) -> list[Handle]:
         """An agent outlives whoever started it and died before its id was on record. One whose host cannot be reached ends
         for want of its head. Where nobody has the record, the head's host is asked first: without a head there is no cluster."""
         from heliostat.config.spec import hosts, members
@@ -204,16 +205,16 @@ class OverSsh:
         )
 
     def execute(self, node: str, handle: Handle, argv: Sequence[str], host: Transport) -> Completed:
-        return far(handle.detail["ssh"]).run(argv, timeout=RUN_S)
+        return connect(handle.detail["ssh"]).run(argv, timeout=RUN_S)
 
-    def bring_home(self, handles: Sequence[Handle], folder: Path) -> list[str]:
-        from heliostat.remote.directory import Mirror
+    def collect_logs(self, handles: Sequence[Handle], folder: Path) -> list[str]:
+        from heliostat.remote.directory import RemoteDirectory
         from heliostat.state.store import ClusterFolder
 
         def one(handle: Handle) -> str:
-            target = far(handle.detail["ssh"])
+            target = connect(handle.detail["ssh"])
             try:
-                mirror = Mirror(ClusterFolder(folder), target, Path(handle.detail["folder"]))
+                mirror = RemoteDirectory(ClusterFolder(folder), target, Path(handle.detail["folder"]))
                 work = mirror.finish(_stop_request(handle, now=True), handle.detail)
             except (HeliostatError, OSError, ValueError) as error:
                 there = "refused" not in handle.detail
@@ -224,7 +225,7 @@ class OverSsh:
         return [note for note in at_once(one, handles) if note]
 
     def reach(self, handle: Handle, host: Transport) -> Transport:
-        return far(handle.detail["ssh"])
+        return connect(handle.detail["ssh"])
 
 
 def ssh_words(host: Host | None) -> tuple[str, ...]:
@@ -238,33 +239,35 @@ def ssh_words(host: Host | None) -> tuple[str, ...]:
     return ("ssh", *(str(word) for pair in options if pair[1] for word in pair), host.host)
 
 
-def _place(order: Order, node: str) -> Path:
+def _place(request: LaunchRequest, node: str) -> Path:
     """A folder a node, also where the machines share their homes; the order's own is the head's."""
-    return order.folder.parent / node
+    return request.folder.parent / node
 
 
-def _detail(order: Order, step: Step) -> dict[str, Any]:
-    member = next(m for m in order.members if m.name == step.nodes[0])
+def _detail(request: LaunchRequest, step: Step) -> dict[str, Any]:
+    member = next(m for m in request.members if m.name == step.nodes[0])
     return {
         "ssh": list(ssh_words(member.host)),
-        "folder": _place(order, step.nodes[0]).as_posix(),
+        "folder": _place(request, step.nodes[0]).as_posix(),
         "mark": step.config["mark"],
         "role": step.config["role"],
     }
 
 
-def _start(order: Order, step: Step, texts: Mapping[str, bytes], head: Mapping[str, Any] | None) -> Handle:
+def _start(
+    request: LaunchRequest, step: Step, texts: Mapping[str, bytes], head: Mapping[str, Any] | None
+) -> Handle:
     """One connection: the files go there, the agent is started, its first words come back."""
-    node, detail = step.nodes[0], _detail(order, step)
+    node, detail = step.nodes[0], _detail(request, step)
     config = {**step.config, **({"head": dict(head)} if head else {})}
     script = f"start-{node}.sh"
     # the command's folder is the head's alone
-    mine = {n: d for n, d in order.files.items() if detail["role"] == "head" or not n.endswith(".zip")}
+    mine = {n: d for n, d in request.files.items() if detail["role"] == "head" or not n.endswith(".zip")}
     files = {script: texts[script], f"config-{node}.json": json.dumps(config).encode(), **mine}
     words = [node, step.config["role"], step.config["mark"]]
     argv = ["sh", "-c", SAFE + _SWEEP + _START, "sh", detail["folder"], *words]
     try:
-        done = far(detail["ssh"]).run(argv, input=pack(files), timeout=START_S + 30)
+        done = connect(detail["ssh"]).run(argv, input=pack(files), timeout=START_S + 30)
         answer = json.loads(done.out.strip().splitlines()[-1])
     except HeliostatError as error:
         refused = f"{error.cause or error.message}; {error.hint}"
@@ -288,7 +291,7 @@ def _found(host: Host, cluster: str) -> list[Handle]:
     """What this host has of clusters of this name; nothing where it cannot be asked."""
     node, found = host.node, []
     try:
-        done = far(ssh_words(host)).run(["sh", "-c", SAFE + _FIND, "sh", PLACE, node], timeout=ASK_S)
+        done = connect(ssh_words(host)).run(["sh", "-c", SAFE + _FIND, "sh", PLACE, node], timeout=ASK_S)
         for line in done.out.splitlines():
             config, words = json.loads(line)
             if config["cluster"] == cluster and words.get("pid"):
@@ -315,7 +318,7 @@ def _stray(member: Member, place: Path, mark: str) -> Handle | None:
     }
     argv = ["sh", "-c", SAFE + _SWEEP + _STRAY, "sh", detail["folder"], member.name, detail["mark"]]
     try:
-        words = json.loads(far(detail["ssh"]).run(argv, timeout=ASK_S).out)
+        words = json.loads(connect(detail["ssh"]).run(argv, timeout=ASK_S).out)
     except (HeliostatError, ValueError):
         return None
     if not words:
@@ -329,7 +332,7 @@ def _ask(handle: Handle) -> Observation:
     detail = handle.detail
     argv = ["sh", "-c", SAFE + _LOOK, "sh", detail["folder"], handle.nodes[0], str(detail["pid"])]
     try:
-        done = far(detail["ssh"]).run(argv, timeout=ASK_S)
+        done = connect(detail["ssh"]).run(argv, timeout=ASK_S)
         if done.code == UNSAFE:
             return Observation(N.UNKNOWN, done.err.strip()[-300:])
         started, _, words = done.out.partition("\n")
@@ -339,7 +342,7 @@ def _ask(handle: Handle) -> Observation:
     except ValueError:
         return Observation(N.UNKNOWN, f"a strange answer: {done.out[:100]}")
     lives = started == detail["start"]
-    return Observation(N.ALLOCATED if lives else N.GONE, "", words=said)
+    return Observation(N.ALLOCATED if lives else N.GONE, "", report=said)
 
 
 def _stop(handle: Handle, now: bool) -> tuple[str, bool] | None:
@@ -347,7 +350,7 @@ def _stop(handle: Handle, now: bool) -> tuple[str, bool] | None:
     detail = handle.detail
     if "refused" in detail:
         return None
-    target = far(detail["ssh"])
+    target = connect(detail["ssh"])
     try:
         done = target.run(
             ["sh", "-c", SAFE + _STOP, "sh", detail["folder"], detail["executable"]],

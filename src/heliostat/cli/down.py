@@ -16,7 +16,7 @@ from heliostat.common.units import count
 @click.command()
 @click.argument("clusters", type=CLUSTER, nargs=-1)
 @click.option(
-    "--on", "site", metavar="SITE", help="clusters are named by their files; found on the site's machines"
+    "--on", "backend", metavar="SITE", help="clusters are named by their files; found on the site's machines"
 )
 @click.option("--all", "every", is_flag=True, help="all my clusters")
 @click.option("--keep", is_flag=True, help="put it away where the site can; `up` brings it back")
@@ -28,7 +28,7 @@ def command(
     out: Output,
     /,
     clusters: tuple[str, ...],
-    site: str | None,
+    backend: str | None,
     every: bool,
     keep: bool,
     now: bool,
@@ -40,8 +40,8 @@ def command(
     manager = ClusterManager(emit=out.emit)
     if keep and now:
         raise UsageError("`--keep` and `--now` exclude each other", hint="keep one of them")
-    if site:
-        clusters = tuple(find(manager, file, site) for file in clusters)
+    if backend:
+        clusters = tuple(find(manager, file, backend) for file in clusters)
     names = manager.store.names() if every else list(dict.fromkeys(clusters))
     if not names and not every:
         raise UsageError(
@@ -86,16 +86,16 @@ def command(
         out.say("no clusters")
 
 
-def find(manager: ClusterManager, file: str, site: str) -> str:
+def find(manager: ClusterManager, file: str, backend: str) -> str:
     """The name of the cluster that this file describes; what runs of it without a record here is taken over."""
     from heliostat.cli.options import read_config
 
-    spec = read_config({"on": site}, Path(file)).spec
+    spec = read_config({"on": backend}, Path(file)).spec
     name = spec.cluster_name
     if (
         manager.store.find(name) is None
         and manager.adopt(spec) is None
-        and manager.store.last_past(name) is None
+        and manager.store.last_archived(name) is None
     ):
         raise NotFoundError(
             f"no cluster `{name}` runs on the machines of `{file}`",

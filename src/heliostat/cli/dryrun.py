@@ -59,7 +59,7 @@ def origins(config: Config) -> list[tuple[str, str, str]]:
     def walk(prefix: str, value: Any, given: bool) -> None:
         if isinstance(value, BaseModel):
             for name in type(value).model_fields:
-                if name != "sites":
+                if name != "backend_tables":
                     key = f"{prefix}.{name}" if prefix else name
                     walk(key, getattr(value, name), given and name in value.model_fields_set)
         elif isinstance(value, dict) and value:

@@ -21,7 +21,7 @@ COLUMNS = (
     "name",
     "kind",
     "what",
-    "site",
+    "backend",
     "nodes",
     "started",
     "waited_s",
@@ -71,7 +71,7 @@ def command(
     if not rows:
         return out.say("nothing has run here yet")
     shown = [
-        (r["name"], r["what"][:40], r["site"], r["nodes"], r["started"][:16].replace("T", " "), _span(r["waited_s"]),
+        (r["name"], r["what"][:40], r["backend"], r["nodes"], r["started"][:16].replace("T", " "), _span(r["waited_s"]),
          _span(r["ran_s"]), f"{r['node_hours']:.2f}" if r["node_hours"] is not None else "-",
          "-" if r["exit_code"] is None else r["exit_code"], r["why"][:40])
         for r in rows
@@ -122,13 +122,13 @@ def rows_of(record: Record) -> list[dict[str, Any]]:
     ran = max(0.0, record.ended - record.ready) if record.ready and record.ended else None
     what = record.command["text"] if record.command else "cluster"
     joins = {job["id"] for job in record.jobs if "nodes" in job}
-    nodes = sum(node.guest not in joins for node in record.nodes.values())
+    nodes = sum(node.joined not in joins for node in record.nodes.values())
     rows = [
         {
             "name": record.name,
             "kind": record.kind,
             "what": what,
-            "site": record.site,
+            "backend": record.backend,
             "nodes": nodes,
             "started": _when(record.created),
             "waited_s": _round(waited),
@@ -147,7 +147,7 @@ def rows_of(record: Record) -> list[dict[str, Any]]:
                 "name": f"{record.name}/{job['id']}",
                 "kind": "job",
                 "what": job["entrypoint"],
-                "site": record.site,
+                "backend": record.backend,
                 "nodes": len(record.nodes),
                 "started": _when(job["submitted"]),
                 "waited_s": None,
@@ -167,7 +167,7 @@ def _row_of_join(record: Record, join: dict[str, Any]) -> dict[str, Any]:
         "name": f"{record.name}/{join['id']}",
         "kind": "join",
         "what": join["entrypoint"] or "join",
-        "site": record.site,
+        "backend": record.backend,
         "nodes": join["nodes"],
         "started": _when(join["submitted"]),
         "waited_s": _round(max(0.0, ready - join["submitted"])) if ready else None,

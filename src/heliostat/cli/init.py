@@ -30,8 +30,8 @@ def command(out: Output, /, on: str | None, force: bool) -> None:
             f"there is a `{loader.FILE}` here already", details=str(path), hint="heliostat init --force"
         )
     found = discovery.discover(Local(), Path.home())
-    site = discovery.choose(found, on)
-    text = discovery.render_spec_file(found, site, path.parent.name)
+    backend = discovery.choose(found, on)
+    text = discovery.render_spec_file(found, backend, path.parent.name)
     try:
         with open(path, "w" if force else "x") as stream:
             stream.write(text)
@@ -45,7 +45,7 @@ def command(out: Output, /, on: str | None, force: bool) -> None:
         "kubernetes": ("ask the cluster what you may", "heliostat doctor heliostat.yaml"),
     }
     after = {
-        "first": first.get(site, ("check Ray", "heliostat setup")),
+        "first": first.get(backend, ("check Ray", "heliostat setup")),
         "up": ("start it", "heliostat up"),
         "run": ("or run one script", "heliostat run script.py"),
     }
@@ -53,15 +53,15 @@ def command(out: Output, /, on: str | None, force: bool) -> None:
         return out.document(
             {
                 "file": str(path),
-                "site": site,
+                "backend": backend,
                 "name": name,
-                "found": dict(found.sites),
+                "found": dict(found.backends),
                 "next": [line for _, line in after.values()],
             }
         )
-    for where, words in found.sites.items():
+    for where, words in found.backends.items():
         out.say(f"found {where}: {words}")
-    out.say(f"wrote {loader.FILE} for `{site}`; read it, then:")
+    out.say(f"wrote {loader.FILE} for `{backend}`; read it, then:")
     for what, line in after.values():
         out.say(f"  {what + ':':<29} {line}")
     out.data(str(path))

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from heliostat.cli.native import SiteCommand, command_line, native_options
+from heliostat.cli.native import BackendCommand, command_line, native_options
 from heliostat.cli.options import (
     CLUSTER,
     cluster_options,
@@ -32,7 +32,7 @@ NOT_FOR_JOINS = ("name", "nodes", "min_nodes", "groups", "time", "head", "hosts"
 OF_THE_CLUSTER = ("on", "name", "min_nodes", "max_nodes", "idle_timeout")
 
 
-@click.command(cls=SiteCommand)
+@click.command(cls=BackendCommand)
 @click.argument("cluster", type=CLUSTER)
 @click.option("--detach", is_flag=True, help="return once it is asked for")
 @click.option("--host", "hosts", multiple=True, metavar="HOST", help="a machine over ssh; again for more")
@@ -80,12 +80,12 @@ def command(
     refuse_options(
         {key: values[key] for key in OF_THE_CLUSTER},
         "`join`",
-        f"`{name}` runs on `{record.site}` already, and has these of its own",
+        f"`{name}` runs on `{record.backend}` already, and has these of its own",
         f"heliostat join {name} --nodes 2",
     )
     argv = script_command(tuple(work)) if work else None
     base = {key: value for key, value in record.spec.items() if key not in NOT_FOR_JOINS}
-    config = read_config({**values, "on": record.site, "name": name}, file, base=base)
+    config = read_config({**values, "on": record.backend, "name": name}, file, base=base)
     what = {"argv": argv, "cwd": os.getcwd(), "text": quote(argv)} if argv else None
     if dry_run:
         from heliostat.cli.dryrun import show

@@ -30,7 +30,9 @@ def command(out: Output, /, cluster: str, what: str | None, follow: bool) -> int
 
     The logs of an ended cluster are kept and shown too."""
     manager = ClusterManager()
-    folder = manager.store.find(cluster) or manager.store.last_past(cluster) or manager.store.open(cluster)
+    folder = (
+        manager.store.find(cluster) or manager.store.last_archived(cluster) or manager.store.open(cluster)
+    )
     record = folder.record()
     manager.refresh(folder, what if what in record.nodes else None)
     if what is None:
@@ -89,7 +91,7 @@ class Sink:
 
 def show(sink: Sink, manager: ClusterManager, folder: ClusterFolder, what: str) -> None:
     record, ended = folder.record(), folder.path.parent == manager.store.ended
-    ours = backends.load(record.site).starts_ray or ended
+    ours = backends.load(record.backend).starts_ray or ended
     if ours and ((folder.logs / f"{what}.out").exists() or (record.command and what == "run")):
         if sink.follow:
             manager.follow(folder, sink.stream, what)

@@ -25,7 +25,7 @@ def command(out: Output, /, every: bool) -> None:
     if not records:
         return out.say("no clusters; heliostat up starts one")
     lines = [
-        (r.name, r.site, str(r.state()), _count(r), ago(r.created), (r.reason if r.ended else "") or "")
+        (r.name, r.backend, str(r.state()), _count(r), ago(r.created), (r.reason if r.ended else "") or "")
         for r in records
     ]
     out.data(table(lines, ("NAME", "SITE", "STATE", "NODES", "AGE", "WHY")))
@@ -39,7 +39,7 @@ def _count(record: Record) -> str:
 def row(record: Record) -> dict[str, Any]:
     return {
         "name": record.name,
-        "site": record.site,
+        "backend": record.backend,
         "state": str(record.state()),
         "nodes": len(record.nodes),
         "native_ids": [handle["native_id"] for handle in record.handles],

@@ -14,7 +14,7 @@ META = "heliostat.native"
 WORDS = "heliostat.words"
 
 
-class SiteCommand(click.Command):
+class BackendCommand(click.Command):
     """A verb that takes the scheduler's own options among ours: `run --partition=gpu --nodes 4 train.py --lr 0.1`.
 
     An option that we do not know takes the next word as its value, unless that looks like an option or a script. Whoever
@@ -78,11 +78,11 @@ def _is_theirs(word: str, rest: list[str], args: list[str], command: click.Comma
     plain = rest and not rest[0].startswith("-") and not rest[0].endswith(".py")
     if not joined and (len(word) > 2 or not plain):
         return False
-    site = _site(args, command)
-    return site in backends.names() and word[:2] in backends.load(site).letters
+    backend = _backend(args, command)
+    return backend in backends.names() and word[:2] in backends.load(backend).reserved_short_options
 
 
-def _site(args: list[str], command: click.Command) -> str:
+def _backend(args: list[str], command: click.Command) -> str:
     """The site that these words are for: as they say, as the cluster's record has it, as the file says."""
     from heliostat.config.loader import FILE
     from heliostat.state.store import Store
@@ -96,7 +96,7 @@ def _site(args: list[str], command: click.Command) -> str:
         return said["--o"]
     if any(parameter.name == "cluster" for parameter in command.params):
         folders = (Store().find(word) for word in args if not word.startswith("-"))
-        return next((folder.record().site for folder in folders if folder), "")
+        return next((folder.record().backend for folder in folders if folder), "")
     place = Path(said.get("-f") or said.get("--f") or FILE)
     try:
         on = re.search(r"^on:\s*[\"']?(\w+)", place.read_text(encoding="utf-8"), re.MULTILINE)

@@ -178,8 +178,8 @@ def read_config(values: dict[str, Any], file: Path | None, *, base: dict[str, An
     native = native_options()
     if not native:
         return found
-    site = found.spec.on
-    if not backends.load(site).takes_options:
+    backend = found.spec.on
+    if not backends.load(backend).takes_options:
         ctx = click.get_current_context()
         known = [name for option in ctx.command.params for name in option.opts]
         near = difflib.get_close_matches(native[0].partition("=")[0], known, n=1)
@@ -188,21 +188,23 @@ def read_config(values: dict[str, Any], file: Path | None, *, base: dict[str, An
         )
         raise UsageError(
             f"no such option: `{native[0]}`",
-            cause=f"`{site}` has no scheduler to pass it to",
+            cause=f"`{backend}` has no scheduler to pass it to",
             hint=f"did you mean `{near[0]}`?" if near else usage,
             code=Code.USAGE_UNKNOWN_OPTION,
         )
-    _check_spelling(native, site)
-    return load(**{f"{site}.extra": [*found.spec.sites.get(site, {}).get("extra", []), *native]})
+    _check_spelling(native, backend)
+    return load(
+        **{f"{backend}.extra": [*found.spec.backend_tables.get(backend, {}).get("extra", []), *native]}
+    )
 
 
-def _check_spelling(native: Sequence[str], site: str) -> None:
+def _check_spelling(native: Sequence[str], backend: str) -> None:
     """Refuses a long option that is close to one of ours or of the scheduler, and is neither. Others go to the scheduler: a
     site may have options of its own (SPANK plugins)."""
     from heliostat import backends
 
     command = click.get_current_context().command
-    theirs = {f"--{name}" for name in getattr(backends.load(site), "long_options", ())}
+    theirs = {f"--{name}" for name in getattr(backends.load(backend), "long_options", ())}
     known = [name for option in command.params for name in option.opts if name.startswith("--")]
     for word in native:
         name = word.partition("=")[0]
@@ -212,8 +214,8 @@ def _check_spelling(native: Sequence[str], site: str) -> None:
         if near and not name.startswith(f"{near[0]}-"):
             raise UsageError(
                 f"no such option: `{name}`",
-                cause=f"neither heliostat nor the scheduler of `{site}` is known to have it",
-                hint=f"did you mean `{near[0]}`? else {site}: {{extra: ['{name}=…']}} in the file",
+                cause=f"neither heliostat nor the scheduler of `{backend}` is known to have it",
+                hint=f"did you mean `{near[0]}`? else {backend}: {{extra: ['{name}=…']}} in the file",
                 code=Code.USAGE_UNKNOWN_OPTION,
             )
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from heliostat.cli.native import SiteCommand, command_line, native_options
+from heliostat.cli.native import BackendCommand, command_line, native_options
 from heliostat.cli.options import (
     cluster_options,
     common,
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from heliostat.config.spec import ClusterSpec
 
 
-@click.command(cls=SiteCommand)
+@click.command(cls=BackendCommand)
 @click.option("--cluster", metavar="NAME", help="use this running cluster instead of a new one")
 @click.option("--detach", is_flag=True, help="return once it is submitted; `logs -f` shows its output")
 @wait_timeout

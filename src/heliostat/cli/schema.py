@@ -19,5 +19,5 @@ def command(out: Output, /) -> None:
     from heliostat.cluster import planner
     from heliostat.config import loader
 
-    tables = {site: planner.backend_schema(site).json_schema() for site in backends.names()}
+    tables = {backend: planner.backend_schema(backend).json_schema() for backend in backends.names()}
     out.exact(json.dumps(loader.schema(tables), indent=2))

@@ -73,7 +73,7 @@ def render(status: dict[str, Any], out: Output) -> str:
 
 
 def headline(status: dict[str, Any]) -> str:
-    parts = [f"{status['name']} on {status['site']}: {status['state']}", f"up {ago(status['started'])}"]
+    parts = [f"{status['name']} on {status['backend']}: {status['state']}", f"up {ago(status['started'])}"]
     if status["ray_version"]:
         parts.append(f"Ray {status['ray_version']} at {status['address']}")
     if status["time_left_s"] is not None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from heliostat import backends
-from heliostat.cli.native import SiteCommand
+from heliostat.cli.native import BackendCommand
 from heliostat.cli.options import cluster_options, common, read_config, refuse_wait_timeout, wait_timeout
 from heliostat.cli.output import Output, table
 from heliostat.cluster.manager import ClusterManager
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from heliostat.cluster.view import View
 
 
-@click.command(cls=SiteCommand)
+@click.command(cls=BackendCommand)
 @click.argument("path", metavar="[FILE]", required=False, type=click.Path(path_type=Path, readable=False))
 @click.option("--no-wait", is_flag=True, help="return once it is asked for")
 @wait_timeout
@@ -73,7 +73,7 @@ def summary(view: View) -> dict[str, Any]:
     connection = view.folder.connection() or {}
     return {
         "name": view.record.name,
-        "site": view.record.site,
+        "backend": view.record.backend,
         "state": str(view.state),
         "address": view.address,
         "dashboard_port": connection.get("dashboard_port"),
@@ -119,7 +119,7 @@ def banner(out: Output, view: View) -> None:
     machines(out, view)
     out.say(f"`{name}` is {out.state(str(view.state))}: {count(view.alive(), 'node')}")
     # a driver must be on a node: from elsewhere work goes there as a job
-    apart = view.record.place or not backends.load(view.record.site).shares_files
+    apart = view.record.remote_dir or not backends.load(view.record.backend).shares_files
     here = [] if apart else [("use it here", f'eval "$(heliostat env {name})"')]
     for what, line in (
         ("run a job", f"heliostat submit {name} --wait -- python script.py"),

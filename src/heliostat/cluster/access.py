@@ -12,7 +12,7 @@ from heliostat.state.store import ClusterFolder, Store
 
 if TYPE_CHECKING:
     from heliostat.config.spec import ClusterSpec
-    from heliostat.remote.directory import Mirror
+    from heliostat.remote.directory import RemoteDirectory
     from heliostat.remote.ssh import Ssh
     from heliostat.remote.transport import Transport
 
@@ -22,7 +22,7 @@ class BackendRegistry(Protocol):
 
     def names(self) -> list[str]: ...
 
-    def load(self, site: str) -> Backend: ...
+    def load(self, backend: str) -> Backend: ...
 
 
 class Access:
@@ -30,13 +30,13 @@ class Access:
 
     def __init__(self, store: Store, transport: Transport, registry: BackendRegistry) -> None:
         self.store, self.transport, self.registry = store, transport, registry
-        self._mirrors: dict[str, Mirror] = {}  # by cluster id, since a name can be used again
+        self._mirrors: dict[str, RemoteDirectory] = {}  # by cluster id, since a name can be used again
         self._collected: set[str] = set()  # ids of clusters whose remote files are all on this machine
 
     # -- backends and hosts
 
     def backend(self, record: Record) -> Backend:
-        return self.registry.load(record.site)
+        return self.registry.load(record.backend)
 
     def platform(self, record: Record) -> Platform | None:
         """The backend, if it starts Ray itself."""
@@ -48,26 +48,26 @@ class Access:
         via = table.get("via")
         if not via:
             return None
-        from heliostat.remote.ssh import far
+        from heliostat.remote.ssh import connect
 
-        return far(("ssh", via))
+        return connect(("ssh", via))
 
     def host_for(self, spec: ClusterSpec) -> Transport:
         """The host on which the commands of the spec's backend run."""
-        return self.gateway(spec.sites.get(spec.on, {})) or self.transport
+        return self.gateway(spec.backend_tables.get(spec.on, {})) or self.transport
 
     def host_of(self, record: Record) -> Transport:
         """The host on which the commands of the cluster's backend run."""
         return self._gateway_of(record) or self.transport
 
     def _gateway_of(self, record: Record) -> Ssh | None:
-        return self.gateway(record.spec.get(record.site) or {})
+        return self.gateway(record.spec.get(record.backend) or {})
 
     # -- directories
 
     def cluster_dir(self, spec: ClusterSpec, cluster_id: str) -> ClusterFolder:
         """The cluster's directory, as the agents see it."""
-        gateway, backend = self.gateway(spec.sites.get(spec.on, {})), self.registry.load(spec.on)
+        gateway, backend = self.gateway(spec.backend_tables.get(spec.on, {})), self.registry.load(spec.on)
         if gateway is None and (backend.shares_files or not backend.starts_ray):
             return ClusterFolder(self.store.clusters / spec.cluster_name)
         from heliostat.remote.directory import PLACE
@@ -80,12 +80,14 @@ class Access:
         # since hosts may share a home; the head's is that of the cluster.
         return ClusterFolder(Path(PLACE) / cluster_id / head_member(spec).name)
 
-    def mirror(self, folder: ClusterFolder, record: Record, node: str | None = None) -> Mirror | None:
+    def mirror(
+        self, folder: ClusterFolder, record: Record, node: str | None = None
+    ) -> RemoteDirectory | None:
         """The cluster's remote directory or, where each host has its own, that of this node. None: it is on this machine."""
-        if record.place is None or self.is_collected(record) or self.is_archived(folder):
+        if record.remote_dir is None or self.is_collected(record) or self.is_archived(folder):
             return None
-        from heliostat.remote.directory import SMALL, Mirror
-        from heliostat.remote.ssh import far
+        from heliostat.remote.directory import SMALL, RemoteDirectory
+        from heliostat.remote.ssh import connect
 
         gateway, detail, key = self._gateway_of(record), None, record.id
         if gateway is None:
@@ -94,15 +96,15 @@ class Access:
             handle = next((h for h in handles if node in h["nodes"]), head)
             if handle is None or head is None:
                 return None  # no agent was started yet
-            detail, gateway = handle["detail"], far(handle["detail"]["ssh"])
+            detail, gateway = handle["detail"], connect(handle["detail"]["ssh"])
             key = record.id if handle is head else f"{record.id}-{node}"
         if key not in self._mirrors:
-            remote_dir = Path(detail["folder"] if detail else record.place)
+            remote_dir = Path(detail["folder"] if detail else record.remote_dir)
             small = SMALL if key == record.id else ()
-            self._mirrors[key] = Mirror(folder, gateway, remote_dir, detail, small)
+            self._mirrors[key] = RemoteDirectory(folder, gateway, remote_dir, detail, small)
         return self._mirrors[key]
 
-    def open_mirror(self, record: Record) -> Mirror | None:
+    def open_mirror(self, record: Record) -> RemoteDirectory | None:
         """The cluster's remote directory, if this object has used it before."""
         return self._mirrors.get(record.id)
 

@@ -20,7 +20,7 @@ from heliostat.state.states import TERMINAL
 from heliostat.state.store import ClusterFolder
 
 if TYPE_CHECKING:
-    from heliostat.remote.directory import Mirror
+    from heliostat.remote.directory import RemoteDirectory
 
 ARCHIVE_LOCK_S = 30.0  # how long to wait for another command that writes the record
 FINAL = ("SUCCEEDED", "FAILED", "STOPPED")
@@ -75,7 +75,7 @@ class Archiver:
                 check_same_cluster(view.folder, record)
                 folder = self._store.archive(view.folder, record)
         except NotFoundError:
-            folder = self._store.last_past(record.name) or view.folder
+            folder = self._store.last_archived(record.name) or view.folder
         self._emit(Event("done", f"`{record.name}` has ended", None, {"reason": record.reason}))
         self._prune_history(folder)
         return View(folder, record, view.live)
@@ -89,7 +89,7 @@ class Archiver:
             mirror.close()
         notes: Sequence[str] = ()
         if not backend.shares_files:
-            notes = backend.bring_home([Handle.from_json(h) for h in record.handles], folder.path)
+            notes = backend.collect_logs([Handle.from_json(h) for h in record.handles], folder.path)
         elif mirror:
             notes = _finish(mirror)
         self._access.mark_collected(record)
@@ -131,7 +131,7 @@ def is_batch(backend: Backend) -> bool:
     return backend.starts_ray and backend.shares_files and backend.takes_options
 
 
-def _finish(mirror: Mirror) -> list[str]:
+def _finish(mirror: RemoteDirectory) -> list[str]:
     try:
         work = mirror.finish()
     except (HeliostatError, ValueError, OSError) as error:

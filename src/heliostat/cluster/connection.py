@@ -53,7 +53,7 @@ class Connector:
         if connection is None:
             return None
         env: dict[str, Any] = dict(connection["env"])
-        is_remote = view.record.place or not self._access.backend(view.record).shares_files
+        is_remote = view.record.remote_dir or not self._access.backend(view.record).shares_files
         if is_remote and "RAY_AUTH_TOKEN_PATH" in env:  # the head's path is on another host
             env["RAY_AUTH_TOKEN_PATH"] = str(view.folder.token)
         if "RAY_USE_TLS" in env:

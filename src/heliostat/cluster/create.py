@@ -46,15 +46,15 @@ class Creator:
         record = Record(
             name=spec.cluster_name,
             id=cluster_id,
-            place=directory.as_posix() if directory.parent != self._store.clusters else None,
-            site=spec.on,
+            remote_dir=directory.as_posix() if directory.parent != self._store.clusters else None,
+            backend=spec.on,
             kind="run" if command else "up",
             created=now,
             spec=given,
             nodes={m.name: NodeRecord(m.name, m.role, m.group, since=now) for m in members(spec)},
             command=command,
         )
-        event = {"at": now, "kind": "note", "text": f"asked for on {record.site}"}
+        event = {"at": now, "kind": "note", "text": f"asked for on {record.backend}"}
         files: dict[str, str | bytes] = {
             "agent.pyz": planner.agent_archive(),
             "spec.yaml": yaml.safe_dump(given, sort_keys=False),
@@ -80,17 +80,17 @@ class Creator:
         backend = self._access.registry.load(spec.on)
         if backend.starts_ray and not spec.machines:
             return None
-        found = backend.strays(None, spec, self._access.transport)
+        found = backend.find_orphans(None, spec, self._access.transport)
         if not found:
             return None
         head, name = found[0].detail, spec.cluster_name
         self._emit(Event("note", f"`{name}` runs on its machines, and is not on record here: taking it over"))
         files = {}
         if spec.security.auth == "token" and "ssh" in head:
-            from heliostat.remote.ssh import far
+            from heliostat.remote.ssh import connect
 
             for secret in ("token", *(tls.FILES if spec.security.tls else ())):
-                files[secret] = far(head["ssh"]).read(Path(head["folder"]) / secret)
+                files[secret] = connect(head["ssh"]).read(Path(head["folder"]) / secret)
         folder = self.create(spec, None, head["id"], files)
         with folder.lock():
             record = folder.record()
@@ -148,7 +148,7 @@ def check_same_spec(view: View, spec: ClusterSpec, command: dict[str, Any] | Non
     if is_same_kind and compared(record.spec) == compared(planner.spec_json(spec)):
         return
     age = format_duration(max(0.0, time.time() - record.created))
-    because = f"a cluster of that name on `{record.site}` is {view.state}, started {age} ago"
+    because = f"a cluster of that name on `{record.backend}` is {view.state}, started {age} ago"
     if is_same_kind:
         because += ", with another spec"
     raise HeliostatError(

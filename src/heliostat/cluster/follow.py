@@ -88,6 +88,6 @@ class CommandFollower:
         except NotFoundError:
             return True  # archived
         # joined nodes that left as planned are no longer recorded
-        joined = [node for node in view.record.nodes.values() if node.guest == job_id]
+        joined = [node for node in view.record.nodes.values() if node.joined == job_id]
         ended = job_id != RUN and all(node.state in TERMINAL for node in joined)
         return ended or head_of(view.record).state in TERMINAL or view.record.target != "up"

@@ -145,7 +145,7 @@ class Jobs:
 
     def in_place(self, view: View) -> bool:
         """Whether the head sees the caller's directory under the same path."""
-        return view.record.place is None and self._access.backend(view.record).shares_files
+        return view.record.remote_dir is None and self._access.backend(view.record).shares_files
 
     def record(self, folder: ClusterFolder, job: dict[str, Any]) -> None:
         """Records what is known of a job, for the history. A failure is only reported: the job runs all the same."""

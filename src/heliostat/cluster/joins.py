@@ -103,15 +103,15 @@ class Joins:
             ]
             placed = {"id": join_id, "on": nodes[0].name, "with": [node.name for node in nodes]}
             work = {**command, **placed} if command else None
-            order, plan = self._planner.plan(spec, nodes, record.id, work, record.launches)
+            request, plan = self._planner.plan(spec, nodes, record.id, work, record.launches)
             record = _record_join(folder, record, join_id, nodes, command)
-            self._launcher.launch(folder, record, order, plan)
+            self._launcher.launch(folder, record, request, plan)
         return self._observer.observe(folder), join_id
 
     def leave(self, folder: ClusterFolder, join_id: str) -> None:
         """Drains and terminates the nodes of this join."""
         record = folder.record()
-        names = [n.name for n in record.nodes.values() if n.guest == join_id]
+        names = [n.name for n in record.nodes.values() if n.joined == join_id]
         if names:
             self._scaling.remove_nodes(folder, record, names)
 
@@ -119,7 +119,7 @@ class Joins:
         if self._access.platform(record):
             raise UsageError(
                 f"nobody can join `{name}`",
-                cause=f"`{record.site}` makes its nodes",
+                cause=f"`{record.backend}` makes its nodes",
                 hint=f"heliostat scale {name} N; heliostat submit {name} -- python script.py runs a script",
             )
         if planner.spec_of(record).machines:
@@ -134,7 +134,7 @@ class Joins:
         deadline = ReadinessDeadline(self._clock, timeout_s)
         while True:
             view = self._observer.observe(folder)
-            nodes = [n for n in view.record.nodes.values() if n.guest == join_id]
+            nodes = [n for n in view.record.nodes.values() if n.joined == join_id]
             job = command_status(view.live, join_id)
             if job.get("started") or (nodes and all(n.state is N.READY for n in nodes)):
                 return view
@@ -164,7 +164,9 @@ class Joins:
     def _wait_left(self, folder: ClusterFolder, join_id: str) -> None:
         """Waits for the nodes, which leave by themselves after their command; removes those that do not."""
         deadline = self._clock.monotonic() + LEAVE_S
-        while left := [n for n in self._observer.observe(folder).record.nodes.values() if n.guest == join_id]:
+        while left := [
+            n for n in self._observer.observe(folder).record.nodes.values() if n.joined == join_id
+        ]:
             if self._clock.monotonic() > deadline or all(n.state in TERMINAL for n in left):
                 return self.leave(folder, join_id)
             self._clock.sleep(POLL_S)
@@ -184,7 +186,7 @@ def _record_join(
         record.joins, record.launches = planned.joins, planned.launches
         for node in nodes:
             record.nodes[node.name] = NodeRecord(
-                node.name, "worker", since=now, guest=join_id, launch=planned.launches
+                node.name, "worker", since=now, joined=join_id, launch=planned.launches
             )
         note = text + (f" to run {command['text']}" if command else "")
         folder.append({"at": now, "kind": "note", "text": note})

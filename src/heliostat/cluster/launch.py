@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from heliostat.backends.base import Handle, Order, Plan
+from heliostat.backends.base import Handle, LaunchRequest, Plan
 from heliostat.cluster import planner
 from heliostat.cluster.access import Access
 from heliostat.cluster.observe import Observer
@@ -42,7 +42,7 @@ class Launcher:
             if not missing:
                 return
             record.launches += 1
-            order, plan = self._planner.plan(
+            request, plan = self._planner.plan(
                 planner.spec_of(record), missing, record.id, record.command, record.launches
             )
             relaunched = {m.name for m in missing if record.nodes[m.name].handle is not None}
@@ -58,13 +58,13 @@ class Launcher:
                 )
             if relaunched:  # the others may run already: an interrupted `up` submitted them
                 _forget_reports(folder, [member.name for member in missing if member.name in relaunched])
-            self.launch(folder, record, order, plan, old)
+            self.launch(folder, record, request, plan, old)
 
     def launch(
         self,
         folder: ClusterFolder,
         record: Record,
-        order: Order,
+        request: LaunchRequest,
         plan: Plan,
         replaced: Sequence[dict[str, Any]] = (),
     ) -> None:
@@ -73,23 +73,23 @@ class Launcher:
         backend, mirror = self._access.backend(record), self._access.mirror(folder, record)
         for file in plan.files:
             write_atomic(folder.path / file.path.name, file.text, file.mode)
-        if not backend.shares_files and record.place:  # the backend writes the files on each host
-            remote_dir = Path(record.place)
-            sent = self._files_to_send(folder, remote_dir, order)
+        if not backend.shares_files and record.remote_dir:  # the backend writes the files on each host
+            remote_dir = Path(record.remote_dir)
+            sent = self._files_to_send(folder, remote_dir, request)
             files = {path.relative_to(remote_dir).as_posix(): data for path, data, _ in sent}
-            facts = {**order.facts, "head": read_json(folder.path / "head.json")}
-            order = replace(order, files=files, facts=facts)
+            facts = {**request.facts, "head": read_json(folder.path / "head.json")}
+            request = replace(request, files=files, facts=facts)
         elif mirror:
             scripts = [(file.path, file.text.encode(), file.mode) for file in plan.files]
-            mirror.push([*scripts, *self._files_to_send(folder, mirror.place, order)])
+            mirror.push([*scripts, *self._files_to_send(folder, mirror.place, request)])
         host = self._access.host_of(record)
-        for handle in backend.launch(plan, order, host):
+        for handle in backend.launch(plan, request, host):
             self._observer.note_launched(handle)
             record.handles.append(handle.to_json())
             for node in handle.nodes:
                 record.nodes[node].handle = handle.native_id
             try:
-                _record_launched(folder, record, [m.name for m in order.members], replaced)
+                _record_launched(folder, record, [m.name for m in request.members], replaced)
             except NotFoundError:
                 # another command terminates the cluster, and does not know of this handle
                 backend.cancel([handle], host, now=True)
@@ -103,7 +103,7 @@ class Launcher:
             return False
         if any(node.state is N.SUSPENDED for node in record.nodes.values()):
             self._emit(Event("note", f"bringing `{record.name}` back"))
-            platform.keep(handle, self._access.host_of(record), away=False)
+            platform.resume(handle, self._access.host_of(record))
         with folder.lock():
             known = folder.record()
             for node in [node for node in known.nodes.values() if node.state in TERMINAL]:
@@ -113,13 +113,13 @@ class Launcher:
         return True
 
     def _files_to_send(
-        self, folder: ClusterFolder, remote_dir: Path, order: Order
+        self, folder: ClusterFolder, remote_dir: Path, request: LaunchRequest
     ) -> Iterator[tuple[Path, bytes, int]]:
         """The files that agents need in a remote directory: (path there, data, mode)."""
         for name in ("agent.pyz", "token", *tls.FILES):
             if (folder.path / name).exists():
                 yield remote_dir / name, (folder.path / name).read_bytes(), 0o600
-        command = order.config.get("command")
+        command = request.config.get("command")
         if command and command.get("package"):
             from heliostat.remote.working_dir import pack
 

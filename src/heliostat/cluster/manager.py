@@ -21,7 +21,7 @@ from heliostat.state.records import Record
 from heliostat.state.store import ClusterFolder, Store
 
 if TYPE_CHECKING:
-    from heliostat.backends.base import Order, Plan
+    from heliostat.backends.base import LaunchRequest, Plan
     from heliostat.cluster.clock import Clock
     from heliostat.cluster.connection import Connector
     from heliostat.cluster.create import Creator
@@ -115,7 +115,7 @@ class ClusterManager:
 
     def plan(
         self, spec: ClusterSpec, command: dict[str, Any] | None = None, *, standalone: bool = False
-    ) -> tuple[Order, Plan]:
+    ) -> tuple[LaunchRequest, Plan]:
         """The launch request and the plan for a new cluster. standalone: for a script that is submitted by hand."""
         return self.planner.plan(spec, command=command, standalone=standalone)
 

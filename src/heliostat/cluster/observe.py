@@ -97,7 +97,7 @@ class Observer:
         try:
             return self.find(name)
         except NotFoundError:
-            past = self._store.last_past(name)
+            past = self._store.last_archived(name)
             if past is None:
                 raise
             return View.read(past)
@@ -107,7 +107,7 @@ class Observer:
         try:
             return self.observe(folder)
         except NotFoundError:
-            past = self._store.last_past(folder.name)
+            past = self._store.last_archived(folder.name)
             if past is None:
                 raise
             return View.read(past)
@@ -187,7 +187,7 @@ class Observer:
         is_new = last is None or any(h.native_id not in last.seen for h in asked)
         if last is None or is_new or last.facts != facts or now >= last.next_at:
             backend = self._access.backend(record)
-            first, most = backend.pace
+            first, most = backend.poll_interval
             pause = first if last is None or last.facts != facts else min(most, last.pause * 1.5)
             seen = backend.observe(asked, self._access.host_of(record))
             last = _Answer(facts, self._clock.monotonic() + pause, pause, seen)
@@ -231,7 +231,7 @@ class Observer:
         # after the head's end its table is out of date
         table = {} if live.get("ended") else live.get("nodes") or {}
         row = table.get(node.name) or {}
-        report = dict(seen.words)
+        report = dict(seen.report)
         if not report and needs_report(node, seen, row) and not evidence.on_platform:
             report = evidence.folder.last_words(node.name)
         from_platform = (
@@ -302,7 +302,7 @@ def _merge_moves(folder: ClusterFolder, record: Record, moves: list[dict[str, An
     fresh = folder.record()
     for move in moves:
         known, mine = fresh.nodes.get(move["node"]), record.nodes.get(move["node"])
-        is_new = known is None and mine is not None and mine.guest == DEMAND
+        is_new = known is None and mine is not None and mine.joined == DEMAND
         if is_new or (known and known.state == move["from"]):
             folder.append(move)
             if mine is not None:
@@ -318,7 +318,7 @@ def _merge_moves(folder: ClusterFolder, record: Record, moves: list[dict[str, An
 
 def _remove_left_nodes(record: Record) -> None:
     """Removes joined nodes that left as planned."""
-    for name in [n.name for n in record.nodes.values() if n.guest and n.state is N.GONE]:
+    for name in [n.name for n in record.nodes.values() if n.joined and n.state is N.GONE]:
         del record.nodes[name]
 
 
@@ -329,7 +329,7 @@ def _note_end(evidence: _Evidence) -> None:
     record.ended = float(ended.get("at") or time.time())
     head_reason = next((n.reason for n in record.nodes.values() if n.role == "head"), "")
     record.reason = record.reason or str(ended.get("reason", "")) or head_reason
-    codes = (one.words["exit_code"] for one in evidence.seen.values() if "exit_code" in one.words)
+    codes = (one.report["exit_code"] for one in evidence.seen.values() if "exit_code" in one.report)
     reported = next(codes, None)
     default = reported if reported is not None else record.exit_code
     record.exit_code = (live.get("job") or {}).get("exit_code", default)

@@ -21,7 +21,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked
 
 from heliostat import backends
-from heliostat.backends.base import Order, Plan
+from heliostat.backends.base import LaunchRequest, Plan
 from heliostat.cluster.access import Access
 from heliostat.common.errors import UsageError
 from heliostat.common.units import parse_window
@@ -48,11 +48,14 @@ class Planner:
         command: dict[str, Any] | None = None,
         launch: int = 1,
         standalone: bool = False,
-    ) -> tuple[Order, Plan]:
+    ) -> tuple[LaunchRequest, Plan]:
         """The launch request and the plan for these nodes (None: all of them) on the spec's backend.
 
         standalone: for a script that is submitted by hand; it needs no record."""
-        gateway, host = self._access.gateway(spec.sites.get(spec.on, {})), self._access.host_for(spec)
+        gateway, host = (
+            self._access.gateway(spec.backend_tables.get(spec.on, {})),
+            self._access.host_for(spec),
+        )
         folder, store = self._access.cluster_dir(spec, cluster_id), self._access.store
         if standalone:  # several of them may run on one host, and none is recorded
             cluster_id = secrets.token_hex(8)
@@ -76,7 +79,7 @@ def plan(
     host: Transport | None = None,
     standalone: bool = False,
     home: Path | None = None,
-) -> tuple[Order, Plan]:
+) -> tuple[LaunchRequest, Plan]:
     """The launch request and the plan for these nodes (None: all of them). Changes nothing.
 
     folder: the cluster's directory, as the agents see it. host: is surveyed, if given. standalone: no record exists. home: the
@@ -89,7 +92,7 @@ def plan(
         spec = spec.model_copy(update={"environment": spec.environment.model_copy(update={"venv": venv})})
     options = backend_options(spec)
     by_hand = {"standalone": True} if standalone else {}
-    order = Order(
+    request = LaunchRequest(
         spec=spec,
         options=options,
         members=members(spec) if nodes is None else nodes,
@@ -100,16 +103,16 @@ def plan(
         group_options={name: backend_options(spec, group.options) for name, group in spec.kinds.items()},
         facts=backend.survey(options, host) if host is not None else {},
     )
-    return order, backend.plan(order)
+    return request, backend.plan(request)
 
 
 def _check_demand(spec: ClusterSpec) -> None:
     """Raises UsageError for autoscaling on a backend that cannot add nodes: such a cluster would never get workers."""
-    if backends.load(spec.on).grows or not spec.elastic:
+    if backends.load(spec.on).autoscales or not spec.elastic:
         return
     keys = ["`autoscale`"] if spec.autoscale else []
     keys += [f"`groups.{name}.max`" for name, group in spec.kinds.items() if group.max is not None]
-    able = [f"`{site}`" for site in backends.names() if backends.load(site).grows]
+    able = [f"`{backend}`" for backend in backends.names() if backends.load(backend).autoscales]
     raise UsageError(
         f"`autoscale` has no meaning on `{spec.on}`",
         cause=f"nodes come and go with demand on {', '.join(able[:-1])} and {able[-1]} only",
@@ -132,16 +135,20 @@ def _check_tls(spec: ClusterSpec) -> None:
 
 
 @cache
-def backend_schema(site: str) -> TypeAdapter[Any]:
+def backend_schema(backend: str) -> TypeAdapter[Any]:
     """The schema of the backend's own table."""
-    return TypeAdapter(checked(backends.load(site).Options, frozen=True, config=ConfigDict(extra="forbid")))
+    return TypeAdapter(
+        checked(backends.load(backend).Options, frozen=True, config=ConfigDict(extra="forbid"))
+    )
 
 
 def backend_options(spec: ClusterSpec, more: Mapping[str, Any] | None = None) -> Any:
     """The backend's own table, validated. more: the options of a group."""
     known = [field.name for field in fields(backends.load(spec.on).Options)]
     try:
-        return backend_schema(spec.on).validate_python({**spec.sites.get(spec.on, {}), **(more or {})})
+        return backend_schema(spec.on).validate_python(
+            {**spec.backend_tables.get(spec.on, {}), **(more or {})}
+        )
     except ValidationError as error:
         raise loader.explain(error, {}, lambda path: known, prefix=spec.on) from None
 
@@ -226,10 +233,10 @@ def image(environment: Environment, home: Path | None = None, check: bool = Fals
 def spec_json(spec: ClusterSpec) -> dict[str, Any]:
     """The spec as the record keeps it: the keys that were set, and the backend's own table."""
     given: dict[str, Any] = json.loads(spec.model_dump_json(exclude_unset=True))
-    if spec.environment.container and not spec.sites.get(spec.on, {}).get("via"):
+    if spec.environment.container and not spec.backend_tables.get(spec.on, {}).get("via"):
         # a later command may run in another directory
         given["environment"]["container"] = image(spec.environment)
-    own = {site: table for site, table in spec.sites.items() if site == spec.on}
+    own = {backend: table for backend, table in spec.backend_tables.items() if backend == spec.on}
     size = {} if spec.kinds else {"nodes": spec.nodes}
     return {**given, "on": spec.on, "name": spec.cluster_name, **size, **own}
 

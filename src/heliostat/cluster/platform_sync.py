@@ -51,7 +51,7 @@ class PlatformSync:
                 self.refusal = error
                 raise
             finally:
-                self._next = time.monotonic() + self.platform.pace[0]
+                self._next = time.monotonic() + self.platform.poll_interval[0]
         if node:
             try:
                 self.pull_logs(handle, node)
@@ -66,8 +66,8 @@ class PlatformSync:
     def _pull(self, record: Record, handle: Handle) -> None:
         state = self.folder.state()
         before = state.get("nodes") or {}
-        own = [node for node in record.nodes.values() if not node.guest]
-        status = self.platform.tell(handle, own, before, self.host)
+        own = [node for node in record.nodes.values() if not node.joined]
+        status = self.platform.platform_status(handle, own, before, self.host)
         nodes = {name: _with_since(row, before.get(name)) for name, row in status.nodes.items()}
         for name in record.nodes.keys() - nodes.keys():  # the autoscaler added it and removed it
             nodes[name] = _with_since({"state": "GONE", "role": "worker"}, before.get(name))
@@ -118,7 +118,7 @@ def new_nodes(record: Record, table: Mapping[str, Mapping[str, Any]]) -> list[No
     handle = handle_of(record)
     return [
         NodeRecord(
-            name, str(row["role"]), row.get("group"), since=float(row["since"]), guest=DEMAND,
+            name, str(row["role"]), row.get("group"), since=float(row["since"]), joined=DEMAND,
             handle=handle.native_id if handle else None,
         )
         for name, row in table.items()

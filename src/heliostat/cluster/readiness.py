@@ -143,10 +143,12 @@ class ReadinessWaiter:
             hint = f"heliostat status {record.name}; the same `up` waits again, heliostat down {record.name} ends it"
             return StillStarting(f"`{record.name}` has {ready}", cause=because, hint=hint)
         what = f"`{record.name}` did not become ready"
-        return DeadlineError(what, cause=because, details=str(self._access.store.past_place(record) / "logs"))
+        return DeadlineError(
+            what, cause=because, details=str(self._access.store.archive_path(record) / "logs")
+        )
 
     def _head_error(self, view: View, head: NodeRecord) -> HeliostatError:
-        logs = self._access.store.past_place(view.record) / "logs"
+        logs = self._access.store.archive_path(view.record) / "logs"
         return HeliostatError(
             f"the cluster `{view.record.name}` did not start",
             cause=head.reason or "its head ended",
@@ -157,7 +159,7 @@ class ReadinessWaiter:
 
 def _own_nodes(record: Record) -> list[NodeRecord]:
     """The nodes of the spec: joined nodes do not count."""
-    return [node for node in record.nodes.values() if not node.guest]
+    return [node for node in record.nodes.values() if not node.joined]
 
 
 def _partial_error(view: View, need: int) -> HeliostatError:

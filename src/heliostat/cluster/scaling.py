@@ -92,7 +92,7 @@ class Scaling:
         platform, handle = self._access.platform(record), handle_of(record)
         if platform and handle:
             status = (view.live.get("nodes") or {}).get(node) or {}
-            platform.renew(handle, node, status, self._access.host_of(record))
+            platform.replace_node(handle, node, status, self._access.host_of(record))
             self._observer.invalidate(folder)
             return self._waiter.wait(folder, wait_timeout_s)
         self.remove_nodes(folder, record, [node])
@@ -111,7 +111,7 @@ class Scaling:
         if not old.machines:
             raise UsageError(
                 f"`{name}` takes no hosts",
-                cause=f"`{view.record.site}` gives it its machines",
+                cause=f"`{view.record.backend}` gives it its machines",
                 hint="--nodes 2",
             )
         listed = [host.model_dump(mode="json", exclude_unset=True) for host in all_hosts(old)]
@@ -146,7 +146,7 @@ class Scaling:
                     cause=f"still there: {', '.join(left)}",
                 )
             self._clock.sleep(POLL_S)
-        backend.bring_home(whole, folder.path)
+        backend.collect_logs(whole, folder.path)
         with folder.lock():
             record = folder.record()
             for node in names:
@@ -168,7 +168,7 @@ class Scaling:
         self._observer.invalidate(folder)
         view = self._waiter.wait(folder, wait_timeout_s)
         deadline = self._clock.monotonic() + LEAVE_S
-        while any(node.guest for node in view.record.nodes.values()) and self._clock.monotonic() < deadline:
+        while any(node.joined for node in view.record.nodes.values()) and self._clock.monotonic() < deadline:
             self._clock.sleep(POLL_S)
             view = self._observer.observe(folder)
         return view
@@ -176,10 +176,10 @@ class Scaling:
 
 def check_total(access: Access, record: Record, nodes: int) -> None:
     """Raises UsageError where the backend cannot have this many nodes, before anything is recorded."""
-    most = access.registry.load(record.site).most_nodes
+    most = access.registry.load(record.backend).most_nodes
     if nodes > most:
         raise UsageError(
-            f"`{record.name}` cannot have {nodes} nodes", cause=f"{most} are the most on `{record.site}`"
+            f"`{record.name}` cannot have {nodes} nodes", cause=f"{most} are the most on `{record.backend}`"
         )
 
 
@@ -216,7 +216,7 @@ def _check_restartable(record: Record, name: str, node: str) -> None:
         raise NotFoundError(f"`{name}` has no node `{node}`", cause=f"it has {', '.join(record.nodes)}")
     if record.nodes[node].role == "head":
         raise UsageError(f"`{node}` is the head of `{name}`", hint=f"heliostat restart {name}")
-    if record.nodes[node].guest:
+    if record.nodes[node].joined:
         raise UsageError(f"`{node}` came with a `join`, and ends with it")
 
 
@@ -224,7 +224,7 @@ def _record_workers(folder: ClusterFolder, wanted: Sequence[str]) -> tuple[Recor
     """Records exactly these workers: (the record, the names of running nodes that must leave)."""
     with folder.lock():
         record = folder.record()
-        own = [n for n in record.nodes.values() if n.role == "worker" and not n.guest]
+        own = [n for n in record.nodes.values() if n.role == "worker" and not n.joined]
         leaving = [n for n in own if n.name not in wanted and n.state not in TERMINAL]
         for node in leaving:
             folder.append(make_move(node, N.STOPPING, SCALED))
@@ -257,11 +257,11 @@ def _record_resize(folder: ClusterFolder, handle: Handle, workers: int, group: s
         wanted = members(planner.spec_of(record))
         names = {member.name for member in wanted}
         for node in record.nodes.values():
-            node.guest = node.guest if node.name in names else DEMAND
+            node.joined = node.joined if node.name in names else DEMAND
         for member in wanted:
             fresh = NodeRecord(
                 member.name, member.role, member.group, since=time.time(), handle=handle.native_id
             )
-            record.nodes.setdefault(member.name, fresh).guest = None
+            record.nodes.setdefault(member.name, fresh).joined = None
         folder.append({"at": time.time(), "kind": "note", "text": f"scaled to {workers} workers"})
         folder.save(record)

@@ -46,7 +46,7 @@ class StatusReporter:
         return {
             "schema": JSON_SCHEMA,
             "name": record.name,
-            "site": record.site,
+            "backend": record.backend,
             "state": str(view.state),
             "ray_version": connection.get("ray"),
             "address": view.address,

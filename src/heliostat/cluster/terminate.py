@@ -75,18 +75,18 @@ class Terminator:
         if platform is None or handle is None:
             raise UsageError(
                 f"`{name}` cannot be kept",
-                cause=f"`{record.site}` has nothing that could be brought back",
+                cause=f"`{record.backend}` has nothing that could be brought back",
                 hint=f"heliostat down {name}",
             )
         if record.kind != "up":
             raise UsageError(f"`{name}` runs one command and ends with it", hint=f"heliostat down {name}")
         self._emit(Event("note", f"putting `{name}` away"))
-        platform.keep(handle, self._access.host_of(record), away=True)
+        platform.suspend(handle, self._access.host_of(record))
         self._observer.invalidate(folder)
         deadline = self._clock.monotonic() + SUSPEND_S
         while True:
             view = self._observer.observe(folder)
-            own = [node for node in view.record.nodes.values() if not node.guest]
+            own = [node for node in view.record.nodes.values() if not node.joined]
             if all(node.state is N.SUSPENDED for node in own):
                 return view
             if self._clock.monotonic() > deadline:
@@ -165,7 +165,7 @@ class Terminator:
         try:
             view, given_up = self._stop(folder, reason, now, before_archive)
         except NotFoundError:
-            past = self._store.last_past(folder.name)  # another `down` archived it
+            past = self._store.last_archived(folder.name)  # another `down` archived it
             if past is None:
                 raise
             return View.read(past)
@@ -264,11 +264,11 @@ class Terminator:
 
         backend, name = self._access.backend(record), record.name
         try:
-            return backend.strays(record.id, planner.spec_of(record), self._access.host_of(record))
+            return backend.find_orphans(record.id, planner.spec_of(record), self._access.host_of(record))
         except HeliostatError as error:
             if record.handles:
                 raise
-            unchecked = f"whether `{record.site}` runs anything of `{name}`"
+            unchecked = f"whether `{record.backend}` runs anything of `{name}`"
             if not now:
                 hint = f"heliostat down {name} --now forgets it"
                 raise HeliostatError(f"could not check {unchecked}", cause=str(error), hint=hint) from None
@@ -318,7 +318,7 @@ class Terminator:
         try:
             return self._store.open(name)
         except NotFoundError:
-            past = self._store.last_past(name)
+            past = self._store.last_archived(name)
             if past is None:
                 raise
             return past

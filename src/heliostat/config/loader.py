@@ -44,7 +44,7 @@ class Config:
 
 
 def load(
-    sites: Iterable[str],
+    backend_names: Iterable[str],
     *,
     file: Path | None = None,
     environ: Mapping[str, str] = os.environ,
@@ -52,7 +52,7 @@ def load(
     spelled: Mapping[str, str] | None = None,
     look_in: Path | None = None,
     base: Mapping[str, Any] | None = None,
-    nodes_of: Callable[[str, Mapping[str, Any]], int | None] = lambda site, table: None,
+    nodes_of: Callable[[str, Mapping[str, Any]], int | None] = lambda backend, table: None,
 ) -> Config:
     """`sites`: the names whose tables the file may hold. `flags`: dotted key -> value; None means not given.
     `spelled`: dotted key -> its flag, where that has another name. `file` None: `heliostat.yaml` of the folder `look_in`, where
@@ -71,14 +71,14 @@ def load(
             read = ray_yaml.accept(yaml.safe_load(data), file.name)
             where = dict.fromkeys(read, f"{file.name}, a file of Ray's launcher")
         _merge(values, origins, read, where)
-    for key, value, origin in _environment(environ, sites := sorted(sites)):
+    for key, value, origin in _environment(environ, backend_names := sorted(backend_names)):
         _put(values, origins, key, value, origin)
     for key, value in (flags or {}).items():
         if value is not None:
             flag = (spelled or {}).get(key) or key.rpartition(".")[2]
             _put(values, origins, key, value, f"--{flag.replace('_', '-')}")
     _count_nodes(values, origins, base or {}, nodes_of)
-    return Config(check(values, origins, sites), origins)
+    return Config(check(values, origins, backend_names), origins)
 
 
 def _count_nodes(
@@ -88,57 +88,57 @@ def _count_nodes(
     nodes_of: Callable[[str, Mapping[str, Any]], int | None],
 ) -> None:
     """A scheduler's own words may say how many nodes there are. Those of a running cluster are its own, not of who joins."""
-    site = str(values.get("on", "local"))
+    backend = str(values.get("on", "local"))
     own, of_base = (
-        nodes_of(site, table) if isinstance(table := tables.get(site), dict) else None
+        nodes_of(backend, table) if isinstance(table := tables.get(backend), dict) else None
         for tables in (values, base)
     )
     if own is None or own == of_base:
         return
     if str(values.get("nodes", own)) != str(own):
         raise UsageError(
-            f"`nodes` ({values['nodes']}) and the {own} nodes of `{site}`'s own words disagree",
+            f"`nodes` ({values['nodes']}) and the {own} nodes of `{backend}`'s own words disagree",
             cause=_where(origins, "nodes").strip(" ()"),
             hint="keep one of the two",
         )
-    _put(values, origins, "nodes", own, f"the options of {site}")
+    _put(values, origins, "nodes", own, f"the options of {backend}")
     for key in ("cpus_per_node", "gpus_per_node", "memory_per_node"):
         if origins.get(key) == OF_BASE:  # a select of one's own says what its nodes have
             del values[key], origins[key]
 
 
-def check(values: Mapping[str, Any], origins: Mapping[str, str], sites: list[str]) -> ClusterSpec:
+def check(values: Mapping[str, Any], origins: Mapping[str, str], backend_names: list[str]) -> ClusterSpec:
     """The spec, or a UsageError that names the first wrong key, where it stands, and what it could be."""
-    tables = {key: value for key, value in values.items() if key in sites}
-    for site, table in tables.items():
+    tables = {key: value for key, value in values.items() if key in backend_names}
+    for backend, table in tables.items():
         if not isinstance(table, dict):
             raise UsageError(
-                f"`{site}` is not a table",
-                cause=_where(origins, site).strip(" ()"),
-                hint=f"{site}: {{key: value}}",
+                f"`{backend}` is not a table",
+                cause=_where(origins, backend).strip(" ()"),
+                hint=f"{backend}: {{key: value}}",
                 code=Code.USAGE_INVALID_VALUE,
             )
-    plain = {key: value for key, value in values.items() if key not in sites}
-    if "sites" in plain:  # where the model keeps those tables; no key of the file
-        known = ", ".join(sorted([*_keys(ClusterSpec, []), *sites]))
-        cause = _where(origins, "sites").strip(" ()")
+    plain = {key: value for key, value in values.items() if key not in backend_names}
+    if "backend_tables" in plain:  # where the model keeps those tables; no key of the file
+        known = ", ".join(sorted([*_keys(ClusterSpec, []), *backend_names]))
+        cause = _where(origins, "backend_tables").strip(" ()")
         raise UsageError(
             "unknown key `sites`", cause=cause, hint=f"known keys: {known}", code=Code.USAGE_UNKNOWN_KEY
         )
     try:
-        spec = ClusterSpec.model_validate({**plain, "sites": tables})
+        spec = ClusterSpec.model_validate({**plain, "backend_tables": tables})
     except ValidationError as error:
         raise explain(
-            error, origins, lambda path: _keys(ClusterSpec, path) + ([] if path else sites)
+            error, origins, lambda path: _keys(ClusterSpec, path) + ([] if path else backend_names)
         ) from None
     except UnicodeEncodeError as error:  # of an argument; pydantic cannot say it
         raise UsageError("a value is not UTF-8 text", cause=f"`{error.object[:80]}`") from None
-    if spec.on not in sites:
-        near = difflib.get_close_matches(spec.on, sites, n=1)
+    if spec.on not in backend_names:
+        near = difflib.get_close_matches(spec.on, backend_names, n=1)
         raise UsageError(
             f"there is no site `{spec.on}`",
-            cause=f"sites here: {', '.join(sites)}" + _where(origins, "on"),
-            hint=f"--on {(near or [site for site in sites if site == 'local'] or sites)[0]}",
+            cause=f"sites here: {', '.join(backend_names)}" + _where(origins, "on"),
+            hint=f"--on {(near or [backend for backend in backend_names if backend == 'local'] or backend_names)[0]}",
             code=Code.USAGE_UNKNOWN_BACKEND,
         )
     return spec
@@ -254,7 +254,7 @@ def _keys(model: type[BaseModel], path: list[str]) -> list[str]:
             continue
         if found:
             model = found[0]
-    return [name for name in model.model_fields if name != "sites"]
+    return [name for name in model.model_fields if name != "backend_tables"]
 
 
 def _models(annotation: Any) -> list[type[BaseModel]]:
@@ -271,7 +271,7 @@ def _where(origins: Mapping[str, str], key: str) -> str:
     return ""
 
 
-def _environment(environ: Mapping[str, str], sites: list[str]) -> Iterable[tuple[str, Any, str]]:
+def _environment(environ: Mapping[str, str], backend_names: list[str]) -> Iterable[tuple[str, Any, str]]:
     """(dotted key, value, origin) of each variable that is set. Raises UsageError for one that is ours and no key."""
     for name, key in _KNOWN_ENVIRONMENT.items():
         if environ.get(name):
@@ -280,7 +280,7 @@ def _environment(environ: Mapping[str, str], sites: list[str]) -> Iterable[tuple
     for name, text in sorted(environ.items()):
         if name.startswith(_PREFIX) and name.removeprefix(_PREFIX) not in _NOT_KEYS and text:
             key = name.removeprefix(_PREFIX).lower().replace("__", ".")
-            known = [*_keys(ClusterSpec, []), *sites]
+            known = [*_keys(ClusterSpec, []), *backend_names]
             if key.partition(".")[0] not in known:
                 near = difflib.get_close_matches(key.partition(".")[0], known, n=1)
                 raise UsageError(
@@ -400,13 +400,13 @@ def schema(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """The JSON Schema of the file; `tables`: the schema of each site's own table."""
     document = ClusterSpec.model_json_schema()
     properties = document["properties"]
-    properties.pop("sites", None)
+    properties.pop("backend_tables", None)
     properties["head"] = {"anyOf": [{"type": "string"}, {"$ref": "#/$defs/Head"}]}
     properties["hosts"] = {
         "type": "array",
         "items": {"anyOf": [{"type": "string"}, {"$ref": "#/$defs/Host"}]},
     }
     properties["on"] = {**properties["on"], "enum": sorted(tables)}
-    for site, table in sorted(tables.items()):
-        properties[site] = dict(table)
+    for backend, table in sorted(tables.items()):
+        properties[backend] = dict(table)
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **document, "title": FILE}

@@ -331,7 +331,7 @@ class ClusterSpec(Model):
     groups: dict[Name, Group] = Field({}, description="worker nodes of several kinds, instead of `nodes`")
     labels: Labels = Field({}, description="Ray labels of every node")
     security: Security = Security()
-    sites: dict[str, dict[str, Any]] = Field(
+    backend_tables: dict[str, dict[str, Any]] = Field(
         {}, description="one table a site: `slurm:`, `local:`, …", exclude=True
     )
 

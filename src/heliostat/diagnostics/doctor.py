@@ -57,9 +57,9 @@ HERE = by_name(
     Question(
         "history", "the logs of ended clusters are within their limit", "heliostat history --prune", "warn"
     ),
-    Question("this machine", "whether nodes can run on it", bad=""),
+    Question("this machine", "whether nodes can run on it", severity=""),
     Question("environment", "the environment of the file starts", "look at `environment` of the file"),
-    Question("python", "which one Ray would have", bad=""),
+    Question("python", "which one Ray would have", severity=""),
     Question("ray", "it is installed", INSTALL),
     Question("ray has authentication", "it is 2.52 or later", f"{INSTALL} (2.52 is the first that does)"),
     Question("ray[default]", "the dashboard and the jobs are there too", INSTALL),
@@ -70,9 +70,9 @@ HERE = by_name(
         "warn",
     ),
     Question("openssl", "the program is there, which `security.tls` of the file needs", NO_OPENSSL),
-    Question("cpus", "how many are ours, and who says so", bad=""),
+    Question("cpus", "how many are ours, and who says so", severity=""),
     Question("memory", "more than 2 GiB are ours", "Ray needs about 1 GiB a node", "warn"),
-    Question("gpus", "how many are ours, and who says so", bad=""),
+    Question("gpus", "how many are ours, and who says so", severity=""),
     Question(
         "/dev/shm",
         "it holds the object store; under 128 MiB Ray fails",
@@ -282,7 +282,7 @@ def _machine(manager: ClusterManager, spec: ClusterSpec | None) -> Iterator[Chec
     yield HERE["memory"].answer(memory > 2 * GIB, f"{format_bytes(memory)} ({found['memory']['why']})")
     yield HERE["gpus"].answer(True, f"{found['gpu_count']} ({found['gpu_why']})")
     worse = None if shm > 128 * 2**20 else "fail"
-    yield HERE["/dev/shm"].answer(shm > 0.3 * memory * 0.9, format_bytes(shm), bad=worse)
+    yield HERE["/dev/shm"].answer(shm > 0.3 * memory * 0.9, format_bytes(shm), severity=worse)
     disk = found["disk"]["free_bytes"] or 0
     words = f"{format_bytes(disk)} free in {found['disk']['path']}"
     yield HERE["temporary files"].answer(disk > 5 * GIB, words)
@@ -374,7 +374,7 @@ def _leftovers(manager: ClusterManager) -> Iterator[Check]:
             yield HERE["record"].answer(False, f"{path} cannot be read", path=path)
         elif _is_ghost(record):
             words, hint = f"nothing was launched for `{name}`", f"heliostat down {name} --now"
-            yield HERE["record"].answer(False, words, bad="warn", hint=hint)
+            yield HERE["record"].answer(False, words, severity="warn", hint=hint)
     if sys.platform == "win32":
         return  # no node runs here
     from heliostat.agent import tempdirs

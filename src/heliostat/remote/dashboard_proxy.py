@@ -214,7 +214,7 @@ class DashboardProxy:
     def _refusal(self, head: _Head) -> bytes | None:
         """None: forward it. Otherwise the response. Never waits, so a key cannot be used twice at once."""
         # A page on another port of our host name is "the same site": its requests carry our cookie.
-        foreign = any(site not in ("same-origin", "none") for site in head.values("sec-fetch-site"))
+        foreign = any(backend not in ("same-origin", "none") for backend in head.values("sec-fetch-site"))
         if not self._proxied:
             own = f"http://{self._name}:{self.port}"
             foreign |= any(not _same(origin, own) for origin in head.values("origin"))

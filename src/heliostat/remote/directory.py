@@ -45,7 +45,7 @@ def pack(files: Mapping[str, bytes]) -> bytes:
     return buffer.getvalue()
 
 
-class Mirror:
+class RemoteDirectory:
     """head: its process there, {"pid", "start", "executable"}, where it can be seen from the machine with the folder.
     small: what is copied besides the logs; a worker's folder has nothing else that is wanted here."""
 
@@ -214,7 +214,7 @@ class Mirror:
 class Follower(threading.Thread):
     """Puts each change into the copy, as the agent there tells it, over one connection."""
 
-    def __init__(self, mirror: Mirror, process: Mapping[str, Any], node: str | None) -> None:
+    def __init__(self, mirror: RemoteDirectory, process: Mapping[str, Any], node: str | None) -> None:
         super().__init__(daemon=True)
         self.mirror, self.process, self.node = mirror, process, node
         self.over, self._writing = False, threading.Lock()

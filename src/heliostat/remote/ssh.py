@@ -68,7 +68,7 @@ HINTS = {
 }
 
 
-def far(words: Sequence[str]) -> Ssh:
+def connect(words: Sequence[str]) -> Ssh:
     """The machine that these words reach (`ssh -p 2222 zinc`); none: this one. One object a machine, so one connection."""
     key = tuple(words)
     if key not in _known:  # several threads may ask for one machine

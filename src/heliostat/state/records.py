@@ -7,6 +7,8 @@ from typing import Any
 
 from heliostat.state.states import TERMINAL, ClusterState, NodeState, summary
 
+SCHEMA = 2
+
 
 @dataclass
 class NodeRecord:
@@ -20,7 +22,7 @@ class NodeRecord:
     since: float = 0.0
     handle: str | None = None  # the native id that it came with
     launch: int = 0  # which of the cluster's launches it came with; words of an earlier life mean nothing
-    guest: str | None = None  # the `join` that it came with: it leaves without being missed
+    joined: str | None = None  # the `join` that it came with: it leaves without being missed
 
 
 @dataclass
@@ -29,7 +31,7 @@ class Record:
 
     name: str
     id: str  # unique for ever; marks the cluster's processes
-    site: str
+    backend: str
     kind: str  # "up": lives until it is ended; "run": lives as long as its command
     created: float
     spec: dict[str, Any]
@@ -40,7 +42,9 @@ class Record:
     jobs: list[dict[str, Any]] = field(default_factory=list)
     joins: int = 0  # how many there have been
     warned: float = 0.0  # when the head last warned of something that is on record
-    place: str | None = None  # its folder on the machine that it is reached through, where that is another
+    remote_dir: str | None = (
+        None  # its folder on the machine that it is reached through, where that is another
+    )
     command: dict[str, Any] | None = None
     ready: float | None = None  # when it could be used for the first time
     ended: float | None = None
@@ -55,6 +59,8 @@ class Record:
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Record:
+        if data.get("schema") == 1:
+            data = _upgrade(data)
         known = {key: value for key, value in data.items() if key in Record.__dataclass_fields__}
         nodes = {
             name: NodeRecord(**{**node, "state": NodeState(node["state"])})
@@ -63,4 +69,14 @@ class Record:
         return Record(**{**known, "nodes": nodes})
 
     def to_json(self) -> dict[str, Any]:
-        return {"schema": 1, **asdict(self)}
+        return {"schema": SCHEMA, **asdict(self)}
+
+
+def _upgrade(data: dict[str, Any]) -> dict[str, Any]:
+    """A record of schema 1 in the names of schema 2."""
+
+    def rename(table: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
+        return {names.get(key, key): value for key, value in table.items()}
+
+    nodes = {name: rename(node, {"guest": "joined"}) for name, node in data["nodes"].items()}
+    return {**rename(data, {"site": "backend", "place": "remote_dir"}), "nodes": nodes}

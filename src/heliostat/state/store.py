@@ -262,7 +262,7 @@ class Store:
                 ):
                     folder = candidate
         if folder is None:
-            past = self.last_past(name)
+            past = self.last_archived(name)
             if past:
                 raise NotFoundError(
                     f"`{name}` has ended",
@@ -314,7 +314,7 @@ class Store:
     def archive(self, folder: ClusterFolder, record: Record) -> ClusterFolder:
         """An ended cluster leaves `clusters/` with its last record; what could let somebody in, or is of no use now,
         goes first: on a full disk that makes the room for the record."""
-        place = self.past_place(record)
+        place = self.archive_path(record)
         try:
             for name in ("token", "head.json", "connection.json", "connection.env"):
                 (folder.path / name).unlink(missing_ok=True)
@@ -335,7 +335,7 @@ class Store:
             shutil.rmtree(place / lock, ignore_errors=True)
         return ClusterFolder(place)
 
-    def past_place(self, record: Record) -> Path:
+    def archive_path(self, record: Record) -> Path:
         stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(record.created))
         return self.ended / f"{record.name}-{stamp}-{record.id[:4]}"
 
@@ -352,7 +352,7 @@ class Store:
                 records.append(folder.record())
         return sorted(records, key=lambda record: record.created)
 
-    def last_past(self, name: str) -> ClusterFolder | None:
+    def last_archived(self, name: str) -> ClusterFolder | None:
         """The folder of the ended cluster that had this name last."""
         self.check()
         newest: tuple[float, ClusterFolder] | None = None

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from heliostat import backends
-from heliostat.backends.base import Handle, Order, Plan
+from heliostat.backends.base import Handle, LaunchRequest, Plan
 from heliostat.backends.cloud import prices
 from heliostat.backends.cloud.launcher import refusals
 from heliostat.cluster import planner
@@ -76,7 +76,7 @@ def spec(site: str, **more: Any) -> ClusterSpec:
     )
 
 
-def planned(site: str, folder: Path = FOLDER, **more: Any) -> tuple[Order, Plan]:
+def planned(site: str, folder: Path = FOLDER, **more: Any) -> tuple[LaunchRequest, Plan]:
     return planner.plan(ClusterFolder(folder), spec(site, **more), cluster_id="0123456789abcdef")
 
 
@@ -119,9 +119,9 @@ def test_golden(site: str, kind: str) -> None:
 @pytest.mark.parametrize("site", SITES)
 def test_safe_by_default(site: str) -> None:
     """The token travels in a file, Ray has one version, the dashboard is on loopback, nobody else's Ray is stopped."""
-    order, plan = planned(site)
+    request, plan = planned(site)
     made = plan.steps[0].config["config"]
-    home = f"~/.heliostat/{order.config['mark']}"
+    home = f"~/.heliostat/{request.config['mark']}"
     assert made["file_mounts"][f"{home}/token"] == str(FOLDER / "token")
     starts = [made["head_start_ray_commands"][0], *made["worker_start_ray_commands"]]
     assert all(start.startswith(f". {home}/env.sh && ") for start in starts)
@@ -240,7 +240,7 @@ def test_a_file_of_rays_is_used_as_it_is(load: Callable[..., ClusterSpec]) -> No
     assert {name: (g.nodes, g.min, g.max) for name, g in found.groups.items()} == {
         "ray-worker-default": (1, 1, 3)
     }
-    order, plan = planner.plan(ClusterFolder(FOLDER), found, cluster_id="0123456789abcdef")
+    request, plan = planner.plan(ClusterFolder(FOLDER), found, cluster_id="0123456789abcdef")
     made, theirs = plan.steps[0].config["config"], yaml.safe_load(THEIRS)
     ours = ("file_mounts", "setup_commands", "head_start_ray_commands", "worker_start_ray_commands")
     assert {key: value for key, value in made.items() if key not in ours} == {
@@ -249,7 +249,7 @@ def test_a_file_of_rays_is_used_as_it_is(load: Callable[..., ClusterSpec]) -> No
     into = ". ~/.heliostat/0123456789abcdef/env.sh; "
     assert made["head_start_ray_commands"][:2] == [into + line for line in theirs["head_start_ray_commands"]]
     assert made["setup_commands"] == ["which ray || pip install -U 'ray[default]==2.60.0'"]
-    assert plan.steps[0].config["own"] is None and [m.name for m in order.members] == [
+    assert plan.steps[0].config["own"] is None and [m.name for m in request.members] == [
         "head",
         "ray-worker-default-1",
     ]
@@ -336,8 +336,8 @@ def test_what_is_behind_an_error_is_told() -> None:
 
 
 def handle(tmp_path: Path, **more: Any) -> Handle:
-    order, plan = planned("aws", tmp_path, **more)
-    made = next(iter(backends.load("aws").launch(plan, order, _Answers({"ok": True}))))  # type: ignore[arg-type]
+    request, plan = planned("aws", tmp_path, **more)
+    made = next(iter(backends.load("aws").launch(plan, request, _Answers({"ok": True}))))  # type: ignore[arg-type]
     assert made.native_id == "aws/us-west-2/lab-01234567"
     return made
 
@@ -366,13 +366,13 @@ def instance(name: str, kind: str, status: str, address: str) -> dict[str, Any]:
     }
 
 
-def tell(
+def platform_status(
     handle: Handle, before: dict[str, Any], nodes: list[dict[str, Any]], ended: str = ""
 ) -> dict[str, Any]:
     site: Any = backends.load("aws")
     (Path(handle.detail["folder"]) / "looked.json").unlink(missing_ok=True)
     own = [NodeRecord("head", "head"), NodeRecord("w1", "worker"), NodeRecord("w2", "worker")]
-    told = site.tell(handle, own, before, _Answers({"ok": True, "nodes": nodes, "ended": ended}))
+    told = site.platform_status(handle, own, before, _Answers({"ok": True, "nodes": nodes, "ended": ended}))
     return dict(told.nodes)
 
 
@@ -382,18 +382,24 @@ def brief(told: dict[str, Any]) -> list[tuple[str, str, str | None]]:
 
 def test_nodes_on_their_way(tmp_path: Path) -> None:
     made = handle(tmp_path)
-    told = tell(made, {}, [])
+    told = platform_status(made, {}, [])
     assert brief(told) == [("head", "QUEUED", None), ("w1", "QUEUED", None), ("w2", "QUEUED", None)]
-    told = tell(made, told, [instance("i-1", "head", "waiting-for-ssh", "10.0.0.4")])
+    told = platform_status(made, told, [instance("i-1", "head", "waiting-for-ssh", "10.0.0.4")])
     assert told["head"]["state"] == "ALLOCATED" and told["head"]["reason"] == "i-1: waits for ssh"
     head = instance("i-1", "head", "setting-up", "10.0.0.4")
-    told = tell(made, told, [head, instance("i-3", "worker", "uninitialized", "10.0.0.6")])
+    told = platform_status(made, told, [head, instance("i-3", "worker", "uninitialized", "10.0.0.6")])
     assert brief(told) == [("head", "STARTING", "i-1"), ("w1", "ALLOCATED", "i-3"), ("w2", "QUEUED", None)]
     other = instance("i-2", "worker", "uninitialized", "10.0.0.5")
-    told = tell(made, told, [head, other, instance("i-3", "worker", "up-to-date", "10.0.0.6")])
+    told = platform_status(made, told, [head, other, instance("i-3", "worker", "up-to-date", "10.0.0.6")])
     assert brief(told)[1:] == [("w1", "STARTING", "i-3"), ("w2", "ALLOCATED", "i-2")], "each keeps its name"
     many = [instance(f"i-{i}", "worker", "setting-up", f"10.0.1.{i}") for i in range(2, 6)]
-    assert [name for name, _, _ in brief(tell(made, told, [head, *many]))] == ["head", "w1", "w2", "w3", "w4"]
+    assert [name for name, _, _ in brief(platform_status(made, told, [head, *many]))] == [
+        "head",
+        "w1",
+        "w2",
+        "w3",
+        "w4",
+    ]
 
 
 def test_a_launcher_that_failed(tmp_path: Path) -> None:
@@ -406,7 +412,7 @@ def test_a_launcher_that_failed(tmp_path: Path) -> None:
     )
     answer = {"ok": False, "message": "no", "cause": "Failed to setup head node.", "hint": ""}
     (tmp_path / "launcher-answer.json").write_text(json.dumps(answer))
-    told = tell(made, {}, [])
+    told = platform_status(made, {}, [])
     assert (
         told["head"]["state"] == "FAILED"
         and told["head"]["reason"] == "Failed to setup head node: no licence here"
@@ -417,11 +423,11 @@ def test_a_cluster_that_ended_itself(tmp_path: Path) -> None:
     made = handle(tmp_path)
     (tmp_path / "launcher-answer.json").write_text('{"ok": true}')
     ready = {name: {"state": "READY", "id": f"i-{name}", "role": "worker"} for name in ("head", "w1", "w2")}
-    told = tell(made, ready, [], "idle for 60 s")
+    told = platform_status(made, ready, [], "idle for 60 s")
     assert [words["state"] for words in told.values()] == ["GONE"] * 3 and told["head"][
         "reason"
     ] == "idle for 60 s"
-    assert tell(made, ready, [])["head"]["state"] == "FAILED", "nobody said why"
+    assert platform_status(made, ready, [])["head"]["state"] == "FAILED", "nobody said why"
 
 
 def test_an_answer_that_is_none(tmp_path: Path) -> None:

@@ -184,7 +184,7 @@ def test_what_an_object_says_of_itself(made: dict[str, Any], exists: bool, state
     seen = judge_object(made, lambda: exists, 1)
     assert str(seen.state) == state and seen.reason.startswith(words)
     if state == "GONE":
-        assert seen.words["state"] == ("GONE" if words == "" else "FAILED")
+        assert seen.report["state"] == ("GONE" if words == "" else "FAILED")
     made["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
     assert judge_object(made, lambda: exists, 1).state is NodeState.STOPPING
 

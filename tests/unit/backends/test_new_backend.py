@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from heliostat import backends
-from heliostat.backends.base import Backend, Handle, Order, Plan
+from heliostat.backends.base import Backend, Handle, LaunchRequest, Plan
 from heliostat.cluster import planner
 from heliostat.common.errors import HeliostatError, UsageError
 from heliostat.config import loader
@@ -41,9 +41,13 @@ DOWN = 'error: commlib error: got select error (Connection refused)\nerror: unab
 
 def listing(**jobs: str) -> str:
     rows = {True: "", False: ""}
-    for job, letters in jobs.items():
-        running = "q" not in letters
-        rows[running] += ROW.format(group="running" if running else "pending", job=job[1:], letters=letters)
+    for job, reserved_short_options in jobs.items():
+        running = "q" not in reserved_short_options
+        rows[running] += ROW.format(
+            group="running" if running else "pending",
+            job=job[1:],
+            reserved_short_options=reserved_short_options,
+        )
     return (
         "<?xml version='1.0'?>\n<job_info  xmlns:xsd=\"http://arc.liv.ac.uk/repos/darcs/sge/source/dist/util/resources/schemas/qstat/qstat.xsd\">\n"
         f"  <queue_info>\n{rows[True]}  </queue_info>\n  <job_info>\n{rows[False]}  </job_info>\n</job_info>\n"
@@ -61,7 +65,7 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
     importlib.invalidate_caches()
 
 
-def planned(nodes: int = 3, **more: Any) -> tuple[Order, Plan]:
+def planned(nodes: int = 3, **more: Any) -> tuple[LaunchRequest, Plan]:
     said = {"on": "gridengine", "name": "lab", "gridengine": TABLE, **more}
     size = {} if "groups" in more else {"nodes": nodes}
     spec = loader.check({**said, **size}, {}, backends.names())
@@ -110,25 +114,33 @@ def test_what_it_cannot_do_is_said(backend: Backend) -> None:
 
 
 def test_a_job_is_submitted_once(backend: Backend) -> None:
-    order, plan = planned()
+    request, plan = planned()
     fresh = Grid(marks=(0, "", ""), qsub=(0, "7\n", ""))
-    (handle,) = backend.launch(plan, order, fresh)
+    (handle,) = backend.launch(plan, request, fresh)
     assert (handle.native_id, handle.nodes) == ("7", ("head", "w1", "w2"))
-    mark = f"heliostat:{order.config['mark']}"
+    mark = f"heliostat:{request.config['mark']}"
     known = Grid(marks=(0, f"=== 4\n=== 6\ncontext:                    HELIOSTAT={mark}\n", ""))
-    (handle,) = backend.launch(plan, order, known)
+    (handle,) = backend.launch(plan, request, known)
     assert handle.native_id == "6", "an interrupted `up` had submitted it"
     with pytest.raises(HeliostatError, match="did not take the job") as caught:
         no = 'Unable to run job: job rejected: the requested parallel environment "ray" does not exist.\nExiting.\n'
-        list(backend.launch(plan, order, Grid(marks=(0, "", ""), qsub=(1, "", no))))
+        list(backend.launch(plan, request, Grid(marks=(0, "", ""), qsub=(1, "", no))))
     assert "does not exist" in caught.value.cause
 
 
 def test_its_words_become_ours(backend: Backend) -> None:
-    letters = {"j1": "qw", "j2": "hqw", "j3": "Eqw", "j4": "r", "j5": "t", "j6": "dr", "j7": "x"}
+    reserved_short_options = {
+        "j1": "qw",
+        "j2": "hqw",
+        "j3": "Eqw",
+        "j4": "r",
+        "j5": "t",
+        "j6": "dr",
+        "j7": "x",
+    }
     states = [N.QUEUED, N.QUEUED, N.FAILED, N.ALLOCATED, N.ALLOCATED, N.STOPPING, N.UNKNOWN]
     asked = [Handle(str(i), ("head",), {"folder": "/f"}) for i in range(1, 9)]
-    seen = backend.observe(asked, Grid(qstat=(0, listing(**letters), "")))
+    seen = backend.observe(asked, Grid(qstat=(0, listing(**reserved_short_options), "")))
     assert [seen[str(i)].state for i in range(1, 9)] == [*states, N.GONE]
     for answer in ((1, "", DOWN), (0, "no xml", ""), HeliostatError("`sh` did not end within 20 s")):
         seen = backend.observe(asked, Grid(qstat=answer))

@@ -17,7 +17,7 @@ import pytest
 from heliostat import backends
 from heliostat.agent import others
 from heliostat.backends import batch
-from heliostat.backends.base import Handle, Observation, Order, Plan
+from heliostat.backends.base import Handle, LaunchRequest, Observation, Plan
 from heliostat.backends.pbs import backend as pbs
 from heliostat.backends.pbs import qstat as pbs_qstat
 from heliostat.cli import join, native, run, up
@@ -99,7 +99,7 @@ def test_every_known_letter_has_its_state(letter: str, state: NodeState) -> None
 @pytest.mark.parametrize("letter", ["B", "Z", "", "running"])
 def test_an_unknown_letter_is_kept(letter: str) -> None:
     seen = observe(letter)
-    assert seen.state is N.UNKNOWN and seen.word == letter and letter in seen.reason
+    assert seen.state is N.UNKNOWN and seen.native_state == letter and letter in seen.reason
 
 
 @pytest.mark.parametrize("letter", pbs_qstat.SUSPENDED)
@@ -214,10 +214,12 @@ def test_what_an_interrupted_command_submitted_is_found_by_its_mark() -> None:
     out += f"=== 0 8\n{json.dumps({'Jobs': {'8': {}}})}\n"
     found = (0, f"=== /opt/pbs/bin\n{VERSION}", "")
     says = Pbs(find=found, queues=(0, "", ""), mine=(0, out, ""))
-    strays = BACKEND.strays("abc", {}, says)
-    assert [h.native_id for h in strays] == ["5", "6"] and strays[0].detail["bin"] == "/opt/pbs/bin"
+    find_orphans = BACKEND.find_orphans("abc", {}, says)
+    assert [h.native_id for h in find_orphans] == ["5", "6"] and find_orphans[0].detail[
+        "bin"
+    ] == "/opt/pbs/bin"
     with pytest.raises(HeliostatError, match="does not list its jobs"):  # nobody knows that there is none
-        BACKEND.strays("abc", {}, Pbs(find=(0, "", "")))
+        BACKEND.find_orphans("abc", {}, Pbs(find=(0, "", "")))
 
 
 # -- ending
@@ -326,7 +328,7 @@ def test_a_server_that_does_not_answer_is_no_survey() -> None:
 def planned(
     nodes: int | None = None, *, command: bool = False, folder: str = "/home/me/.heliostat/clusters/lab", queues: str = "",
     host: Any = None, **values: Any,
-) -> tuple[Order, Plan]:  # fmt: skip
+) -> tuple[LaunchRequest, Plan]:  # fmt: skip
     said = {"name": "lab", "on": "pbs", **({"nodes": nodes} if nodes else {}), **values}
     spec = loader.load(SITES, flags=said, environ={}, nodes_of=backends.nodes_of).spec
     what = {"argv": ["true"], "text": "true", "cwd": "/"} if command else None
@@ -499,13 +501,13 @@ def test_a_group_is_a_job_of_its_own_that_starts_after_the_heads() -> None:
         "cpu": {"nodes": 2, "cpus": 4},
         "big": {"gpus": 2, "options": {"queue": "gpu", "chunk": "model=x"}},
     }
-    order, plan = planned(groups=groups)
+    request, plan = planned(groups=groups)
     assert [step.nodes for step in plan.steps] == [("head",), ("cpu-1", "cpu-2"), ("big-1",)]
     assert ["depend=after:HEAD" in step.argv for step in plan.steps] == [False, True, True]
     _, cpu, big = (file.text for file in plan.files)
     assert "select=2:ncpus=4\n" in cpu and "select=1:ngpus=2:model=x\n" in big and "#PBS -q gpu\n" in big
     says = Pbs(mine=(0, "", ""), qsub=(0, "41.ctl\n", ""))
-    assert [handle.nodes for handle in BACKEND.launch(plan, order, says)] == [s.nodes for s in plan.steps]
+    assert [handle.nodes for handle in BACKEND.launch(plan, request, says)] == [s.nodes for s in plan.steps]
     sent = [words for words in says.asked if words[2] == pbs._IN_FOLDER]
     assert ["depend=after:41.ctl" in words for words in sent] == [False, True, True]
     assert all(words[3] == "/home/me/.heliostat/clusters/lab/logs" for words in sent), (
@@ -530,9 +532,9 @@ def test_a_group_is_a_job_of_its_own_that_starts_after_the_heads() -> None:
     ],
 )  # fmt: skip
 def test_a_refusal_in_words(code: int, ours: str, err: str, cause: str, hint: str) -> None:
-    order, plan = planned()
+    request, plan = planned()
     with pytest.raises(HeliostatError) as caught:
-        list(BACKEND.launch(plan, order, Pbs(mine=(0, "", ""), qsub=(code, "", err))))
+        list(BACKEND.launch(plan, request, Pbs(mine=(0, "", ""), qsub=(code, "", err))))
     assert cause in caught.value.cause and hint in caught.value.hint and caught.value.code == ours
 
 
@@ -581,12 +583,12 @@ def test_what_always_is_in_it() -> None:
 
 def test_torque_is_spoken_only_where_it_is() -> None:
     said = "Version: 6.1.2\nCommit: 661e\n"
-    order, plan = planned(2, cpus_per_node=4, host=Pbs(find=(0, f"=== /opt/torque/bin\n{said}", "")))
+    request, plan = planned(2, cpus_per_node=4, host=Pbs(find=(0, f"=== /opt/torque/bin\n{said}", "")))
     lines = plan.files[0].text.splitlines()
     assert "#PBS -l nodes=2:ppn=4" in lines and not any(
         "select" in line or "-k" in line for line in lines[:-1]
     )
-    assert order.facts["dialect"] == "torque" and plan.steps[0].argv[-2] == "/opt/torque/bin/qsub"
+    assert request.facts["dialect"] == "torque" and plan.steps[0].argv[-2] == "/opt/torque/bin/qsub"
     xml = "<Data><Job><Job_Id>7.t</Job_Id><job_state>{}</job_state><exit_status>{}</exit_status></Job></Data>"
 
     def see(code: int, text: str) -> Observation:
@@ -673,7 +675,7 @@ def test_one_command_a_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_who_joins_is_not_as_many_as_the_cluster() -> None:
     base = {"on": "pbs", "cpus_per_node": 2, "pbs": {"select": "4:ncpus=2"}}
-    load = {"sites": SITES, "environ": {}, "base": base, "nodes_of": backends.nodes_of}
+    load = {"backend_tables": SITES, "environ": {}, "base": base, "nodes_of": backends.nodes_of}
     assert loader.load(**load).spec.nodes == 1
     mine = loader.load(**load, flags={"pbs.extra": ["-l", "select=2:ncpus=1"]}).spec
     assert (mine.nodes, mine.cpus_per_node) == (2, None), "and its size is its own"

@@ -15,7 +15,7 @@ import click
 import pytest
 
 from heliostat.backends import batch
-from heliostat.backends.base import Handle, Observation, Order, Plan
+from heliostat.backends.base import Handle, LaunchRequest, Observation, Plan
 from heliostat.backends.slurm import backend as slurm
 from heliostat.backends.slurm import states
 from heliostat.cli import join, native, run, up
@@ -63,12 +63,12 @@ def test_every_known_word_has_its_state(word: str, state: NodeState) -> None:
 @pytest.mark.parametrize("word", ["HIBERNATING", "UPDATE_DB", "running"])
 def test_an_unknown_word_is_kept(word: str) -> None:
     seen = observe(f"{word}|None|N/A|")
-    assert seen.state is N.UNKNOWN and seen.word == word and word in seen.reason
+    assert seen.state is N.UNKNOWN and seen.native_state == word and word in seen.reason
 
 
 def test_words_with_more_behind_them() -> None:
     seen = observe("CANCELLED by 1000|None|N/A|")
-    assert (seen.state, seen.word, seen.reason) == (N.GONE, "CANCELLED", "the job was cancelled")
+    assert (seen.state, seen.native_state, seen.reason) == (N.GONE, "CANCELLED", "the job was cancelled")
     assert observe("TIMEOUT|TimeLimit|2026-01-01T00:00:00|n1").reason == "the time limit was reached"
     assert observe("NODE_FAIL|None|N/A|").reason == "a machine of the job failed"
     assert observe("RUNNING|None|2026-01-01T00:00:00|n[1-2]").reason == ""
@@ -80,7 +80,7 @@ def test_a_job_that_waits_says_why(reason: str, words: str) -> None:
         said = reason + more
         seen = observe(f"PENDING|{said}|N/A|")
         code = "" if said == "None" else f" ({said})"
-        assert (seen.state, seen.reason, seen.word) == (N.QUEUED, f"{words}{code}", said)
+        assert (seen.state, seen.reason, seen.native_state) == (N.QUEUED, f"{words}{code}", said)
 
 
 def test_a_reason_of_a_newer_slurm_is_kept() -> None:
@@ -148,10 +148,10 @@ def test_a_job_of_another_cluster_is_asked_for_there() -> None:
 
 def test_what_an_interrupted_command_submitted_is_found_by_its_comment() -> None:
     out = "5|heliostat:abc\n6|heliostat:abc-w2\n7|heliostat:abcd\n8|(null)\n9|heliostat:other\n"
-    found = BACKEND.strays("abc", ClusterSpec(on="slurm"), Scheduler(squeue=(0, out, "")))
+    found = BACKEND.find_orphans("abc", ClusterSpec(on="slurm"), Scheduler(squeue=(0, out, "")))
     assert [h.native_id for h in found] == ["5", "6"]
     with pytest.raises(HeliostatError, match="does not list its jobs"):  # nobody knows that there is none
-        BACKEND.strays("abc", ClusterSpec(on="slurm"), Scheduler(squeue=(1, "", "no")))
+        BACKEND.find_orphans("abc", ClusterSpec(on="slurm"), Scheduler(squeue=(1, "", "no")))
 
 
 # -- ending
@@ -206,7 +206,7 @@ def test_a_controller_that_does_not_answer_is_no_survey() -> None:
 
 def planned(
     nodes: int = 1, *, command: bool = False, folder: str = "/home/me/.heliostat/clusters/lab", sinfo: str = "", **values: Any
-) -> tuple[Order, Plan]:  # fmt: skip
+) -> tuple[LaunchRequest, Plan]:  # fmt: skip
     spec = loader.check({"name": "lab", "on": "slurm", "nodes": nodes, **values}, {}, ["local", "slurm"])
     what = {"argv": ["true"], "text": "true", "cwd": "/"} if command else None
     host = Scheduler(sinfo=(0, sinfo, "")) if sinfo else None
@@ -312,8 +312,8 @@ def test_a_group_is_a_job_of_its_own_that_starts_after_the_heads() -> None:
     assert "--nodes=2" in cpu and "--cpus-per-task=4" in cpu and "--partition" not in head + cpu
     assert {"#SBATCH --partition=gpu", "#SBATCH -xn9", "#SBATCH --gpus-per-node=2"} <= set(big.splitlines())
     says = Scheduler(squeue=(0, "", ""), sbatch=(0, "41\n", ""))
-    order, _ = planner.plan(ClusterFolder(Path("/f/lab")), spec)
-    assert [handle.nodes for handle in BACKEND.launch(plan, order, says)] == [s.nodes for s in plan.steps]
+    request, _ = planner.plan(ClusterFolder(Path("/f/lab")), spec)
+    assert [handle.nodes for handle in BACKEND.launch(plan, request, says)] == [s.nodes for s in plan.steps]
     sent = [words for words in says.asked if words[0] == "sbatch"]
     assert ["--dependency=after:41" in words for words in sent] == [False, True, True]
 
@@ -534,13 +534,13 @@ REJECTIONS = [
 
 @pytest.mark.parametrize(("words", "code", "hint"), REJECTIONS)
 def test_a_rejection_has_a_code_and_a_hint(words: str, code: Code, hint: str) -> None:
-    order, plan = planned()
+    request, plan = planned()
     says = Scheduler(
         sbatch=(1, "", f"sbatch: error: {words}\n"), squeue=(0, "", ""), id=(0, "ann\n", ""),
         sinfo=(0, "debug\nlong\n", ""), sacctmgr=(0, "phys\nbio\n", ""),
     )  # fmt: skip
     with pytest.raises(HeliostatError) as caught:
-        list(BACKEND.launch(plan, order, says))
+        list(BACKEND.launch(plan, request, says))
     error = caught.value
     assert error.code is code and words in error.cause and hint in error.hint and error.exit_code == 1
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from heliostat.backends import ssh as over_ssh
-from heliostat.backends.base import Handle, Order, Plan
+from heliostat.backends.base import Handle, LaunchRequest, Plan
 from heliostat.backends.ssh import BACKEND, ssh_words
 from heliostat.cluster import planner
 from heliostat.cluster.manager import ClusterManager
@@ -25,7 +25,7 @@ from heliostat.state.store import ClusterFolder, Store
 PLACE = Path(".heliostat/via/abc")
 
 
-def plan(*machines: Any, **values: Any) -> tuple[Order, Plan]:
+def plan(*machines: Any, **values: Any) -> tuple[LaunchRequest, Plan]:
     spec = ClusterSpec.model_validate({"on": "ssh", "name": "lab", "hosts": list(machines), **values})
     folder = ClusterFolder(PLACE / (members(spec)[0].name))
     return planner.plan(folder, spec, cluster_id="abc")
@@ -55,8 +55,8 @@ def test_what_one_would_type(host: dict[str, Any], words: list[str]) -> None:
 
 
 def test_one_script_a_node_in_a_folder_of_its_own() -> None:
-    order, made = plan("gold", {"host": "ann@10.0.0.7", "port": 2222})
-    assert order.folder == PLACE / "gold"
+    request, made = plan("gold", {"host": "ann@10.0.0.7", "port": 2222})
+    assert request.folder == PLACE / "gold"
     assert [str(file.path) for file in made.files] == [
         f"{PLACE}/gold/start-gold.sh",
         f"{PLACE}/10.0.0.7/start-10.0.0.7.sh",
@@ -112,7 +112,9 @@ def test_a_home_is_that_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_python_of_hosts_whose_environment_names_none() -> None:
     _, made = plan(
-        "gold", {"host": "zinc", "environment": {"venv": "/v"}}, sites={"ssh": {"python": "/opt/my python"}}
+        "gold",
+        {"host": "zinc", "environment": {"venv": "/v"}},
+        backend_tables={"ssh": {"python": "/opt/my python"}},
     )
     gold, zinc = (file.text for file in made.files)
     assert "exec '/opt/my python' agent.pyz node" in gold and "exec python3 agent.pyz node" in zinc
@@ -174,7 +176,7 @@ def test_an_answer(machines: Any, answer: Any, state: NodeState) -> None:
     machines(zinc=Far(answer))
     seen = BACKEND.observe([handle("zinc", "head")], None)["zinc.7.100"]  # type: ignore[arg-type]
     assert seen.state is state and (state is not NodeState.UNKNOWN or seen.reason)
-    assert seen.words == (json.loads(answer.partition("\n")[2]) if "{" in str(answer) else {})
+    assert seen.report == (json.loads(answer.partition("\n")[2]) if "{" in str(answer) else {})
 
 
 def test_whoever_is_silent_is_unknown(machines: Any) -> None:
@@ -223,7 +225,7 @@ def test_an_agent_that_nobody_knows_of(machines: Any) -> None:
     words = {"pid": 7, "start": "100", "temp": "/tmp/hs-1", "executable": "/v/bin/python3"}
     machines(gold=Far(json.dumps(words)), zinc=Far("{}"), tin=Far(DOWN), lead=Far(""))
     spec = ClusterSpec.model_validate({"on": "ssh", "name": "lab", "hosts": ["gold", "zinc", "tin", "lead"]})
-    found = BACKEND.strays("abc", spec, None)  # type: ignore[arg-type]
+    found = BACKEND.find_orphans("abc", spec, None)  # type: ignore[arg-type]
     assert [one.native_id for one in found] == ["gold.7.100", "zinc.none"]
     assert found[0].detail == {
         **words, "ssh": ["ssh", "gold"], "folder": f"{PLACE}/gold", "mark": "abc-gold", "role": "head",

@@ -79,7 +79,7 @@ def test_hosts_of_the_configuration(home: Path) -> None:
 
 def test_a_file_for_hosts(home: Path) -> None:
     found = discover(Machine(), home, {})
-    assert list(found.sites) == ["ssh", "local"] and choose(found, None) == "ssh"
+    assert list(found.backends) == ["ssh", "local"] and choose(found, None) == "ssh"
     spec = accepted(render_spec_file(found, "ssh", "My lab (2)"), home)
     assert spec.cluster_name == "My-lab-2" and spec.environment.venv == "~/venvs/ray"
     assert [h.node for h in spec.hosts] == [
@@ -100,18 +100,18 @@ def test_a_file_for_slurm(home: Path) -> None:
     text = render_spec_file(found, "slurm", "x")
     assert "# SLURM's default; others here: tiny, gpu" in text and "also found here: ssh, local" in text
     spec = accepted(text, home)
-    assert (spec.on, spec.nodes, spec.sites["slurm"]) == ("slurm", 2, {"partition": "long"})
+    assert (spec.on, spec.nodes, spec.backend_tables["slurm"]) == ("slurm", 2, {"partition": "long"})
     assert "ssh" not in machine.asked, "no other machine is asked"
 
 
 def test_a_controller_that_does_not_answer(home: Path) -> None:
     spec = accepted(render_spec_file(discover(Machine(sbatch="slurm 24\n"), home, {}), "slurm", "no"), home)
-    assert not spec.sites and spec.name == "no"
+    assert not spec.backend_tables and spec.name == "no"
 
 
 def test_a_file_for_this_computer(tmp_path: Path) -> None:
     found = discover(Machine(**{"nvidia-smi": "NVIDIA A\nNVIDIA A\nNVIDIA B\n"}), tmp_path, {})
-    assert list(found.sites) == ["local"]
+    assert list(found.backends) == ["local"]
     text = render_spec_file(found, "local", "é")
     assert "# NVIDIA A, NVIDIA B" in text
     spec = accepted(text, tmp_path)
@@ -123,9 +123,9 @@ def test_a_qstat_is_not_always_that_of_pbs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, is_pbs: bool
 ) -> None:
     found = discover(Machine(qsub="", qstat=said), tmp_path, {})
-    assert ("pbs" in found.sites) == (is_pbs and "pbs" in backends.names())
+    assert ("pbs" in found.backends) == (is_pbs and "pbs" in backends.names())
     monkeypatch.setattr(discovery.backends, "names", lambda: ["local", "pbs"])
-    assert ("pbs" in discover(Machine(qsub="", qstat=said), tmp_path, {}).sites) == is_pbs
+    assert ("pbs" in discover(Machine(qsub="", qstat=said), tmp_path, {}).backends) == is_pbs
 
 
 KUBE = """
@@ -146,13 +146,16 @@ def test_a_file_for_kubernetes(tmp_path: Path) -> None:
     kubeconfig(tmp_path / ".kube")
     machine = Machine()
     found = discover(machine, tmp_path, {})
-    assert list(found.sites) == ["kubernetes", "local"] and choose(found, None) == "kubernetes"
-    assert found.sites["kubernetes"] == "the context arn:aws:eks:eu-west-1:1:cluster/lab, namespace ml"
+    assert list(found.backends) == ["kubernetes", "local"] and choose(found, None) == "kubernetes"
+    assert found.backends["kubernetes"] == "the context arn:aws:eks:eu-west-1:1:cluster/lab, namespace ml"
     text = render_spec_file(found, "kubernetes", "2. My Lab (É)")
     assert "others there: bare" in text and "idle" not in text
     spec = accepted(text, tmp_path)
     assert (spec.cluster_name, spec.nodes) == ("my-lab", 2)
-    assert spec.sites["kubernetes"] == {"context": "arn:aws:eks:eu-west-1:1:cluster/lab", "namespace": "ml"}
+    assert spec.backend_tables["kubernetes"] == {
+        "context": "arn:aws:eks:eu-west-1:1:cluster/lab",
+        "namespace": "ml",
+    }
     assert "kubectl" not in machine.asked, "no other machine is asked"
 
 
@@ -160,7 +163,7 @@ def test_a_context_without_a_namespace(tmp_path: Path) -> None:
     text = "current-context: bare\ncontexts: [{name: bare, context: {cluster: c}}, {name: 'a\n\n b'}]\n"
     found = discover(Machine(), tmp_path, {"KUBECONFIG": kubeconfig(tmp_path, text)})
     spec = accepted(render_spec_file(found, "kubernetes", "12"), tmp_path)
-    assert spec.sites["kubernetes"] == {"context": "bare"} and spec.cluster_name == "kubernetes"
+    assert spec.backend_tables["kubernetes"] == {"context": "bare"} and spec.cluster_name == "kubernetes"
 
 
 def test_several_kubeconfigs(tmp_path: Path) -> None:
@@ -174,7 +177,7 @@ def test_several_kubeconfigs(tmp_path: Path) -> None:
     both = os.pathsep.join(["", str(tmp_path / "nothing"), first, second])
     found = discover(Machine(), tmp_path, {"KUBECONFIG": both})
     assert (found.context, found.namespace, found.contexts) == ("b", "three", ("a", "b"))
-    assert "kubernetes" not in discover(Machine(), tmp_path, {"KUBECONFIG": first}).sites, (
+    assert "kubernetes" not in discover(Machine(), tmp_path, {"KUBECONFIG": first}).backends, (
         "it has no such context"
     )
 
@@ -188,7 +191,7 @@ def test_several_kubeconfigs(tmp_path: Path) -> None:
 )
 def test_a_kubeconfig_that_says_nothing(tmp_path: Path, text: str) -> None:
     found = discover(Machine(), tmp_path, {"KUBECONFIG": kubeconfig(tmp_path, text)})
-    assert list(found.sites) == ["local"]
+    assert list(found.backends) == ["local"]
     with pytest.raises(UsageError, match="nothing of `kubernetes` is found here") as caught:
         choose(found, "kubernetes")
     assert "KUBECONFIG" in caught.value.cause
@@ -196,14 +199,14 @@ def test_a_kubeconfig_that_says_nothing(tmp_path: Path, text: str) -> None:
 
 def test_a_kubeconfig_that_is_no_file(tmp_path: Path) -> None:
     for path in (str(tmp_path), str(tmp_path / "nothing"), "~nobody-of-this-name/x"):
-        assert "kubernetes" not in discover(Machine(), tmp_path, {"KUBECONFIG": path}).sites
+        assert "kubernetes" not in discover(Machine(), tmp_path, {"KUBECONFIG": path}).backends
 
 
 def test_a_kubeconfig_counts_where_there_is_a_backend(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(discovery.backends, "names", lambda: ["local"])
-    assert list(discover(Machine(), tmp_path, {"KUBECONFIG": kubeconfig(tmp_path)}).sites) == ["local"]
+    assert list(discover(Machine(), tmp_path, {"KUBECONFIG": kubeconfig(tmp_path)}).backends) == ["local"]
 
 
 def test_a_site_that_is_not_here() -> None:

@@ -38,7 +38,7 @@ def test_one_that_never_was_ready_has_none(make_record: Callable[..., Record]) -
 def joined(make_record: Callable[..., Record], **more: Any) -> Record:
     record = make_record(jobs=[{"id": "j1", "entrypoint": "", "submitted": T, "nodes": 2}], **more)
     for name in ("j1-1", "j1-2"):
-        record.nodes[name] = NodeRecord(name, "worker", state=NodeState.READY, since=T + 10, guest="j1")
+        record.nodes[name] = NodeRecord(name, "worker", state=NodeState.READY, since=T + 10, joined="j1")
     return record
 
 

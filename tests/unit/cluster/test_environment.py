@@ -274,7 +274,7 @@ def test_what_is_to_be_sent_must_be_here(
 def test_every_host_with_its_own_environment() -> None:
     hosts: list[Any] = ["a", {"host": "b", "environment": {"conda": "x"}}, "c"]
     spec = ClusterSpec(
-        on="ssh", hosts=hosts, head="c", environment={"venv": "~/v"}, sites={"ssh": {"python": "py"}}
+        on="ssh", hosts=hosts, head="c", environment={"venv": "~/v"}, backend_tables={"ssh": {"python": "py"}}
     )  # type: ignore[arg-type]
     found = ClusterManager().environments.targets(spec)
     assert [(p.name, p.environment.venv, p.python) for p in found] == [("c", "~/v", "py"), ("a", "~/v", "py"), ("b", None, "py")]  # fmt: skip

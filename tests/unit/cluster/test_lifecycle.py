@@ -87,7 +87,7 @@ def test_nothing_is_said_to_stop_where_nothing_had_started(
     folder = store.create(make_record(), {"events.jsonl": ""})
     ClusterManager(store, said.append).terminator.terminate_failed(folder)
     assert not [event.text for event in said if event.text.startswith("stopping")]
-    assert store.names() == [] and store.last_past("lab")
+    assert store.names() == [] and store.last_archived("lab")
 
 
 def test_words_are_not_read_where_the_head_or_the_queue_knows() -> None:

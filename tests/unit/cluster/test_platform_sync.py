@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from heliostat.backends.base import Handle, Platform, Told
+from heliostat.backends.base import Handle, Platform, PlatformStatus
 from heliostat.cluster import platform_sync, resolve
 from heliostat.cluster.platform_sync import DEMAND, PlatformSync, handle_of, new_nodes
 from heliostat.cluster.resolve import resolve_platform_state
@@ -32,7 +32,7 @@ def said(state: str = "READY", role: str = "worker", one: str = "pod-a", **more:
 class Fake:
     """Says what it is told to, and remembers what it was asked."""
 
-    pace = (3600.0, 3600.0)
+    poll_interval = (3600.0, 3600.0)
 
     def __init__(self) -> None:
         self.nodes: dict[str, dict[str, Any]] = {
@@ -46,14 +46,16 @@ class Fake:
         self.files: dict[str, bytes] = {}
         self.known: list[Mapping[str, int]] = []
 
-    def tell(
+    def platform_status(
         self, handle: Handle, nodes: Sequence[NodeRecord], before: Mapping[str, Any], host: object
-    ) -> Told:
+    ) -> PlatformStatus:
         assert handle == HANDLE
         self.asked.append(([node.name for node in nodes], dict(before)))
         if self.no:
             raise self.no
-        return Told({name: dict(words) for name, words in self.nodes.items()}, self.connection, self.token)
+        return PlatformStatus(
+            {name: dict(words) for name, words in self.nodes.items()}, self.connection, self.token
+        )
 
     def logs(
         self, handle: Handle, node: str, told: Mapping[str, Any], known: Mapping[str, int], host: object
@@ -73,7 +75,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
 
 @pytest.fixture
 def record(make_record: Callable[..., Record]) -> Record:
-    return make_record(site="kubernetes", handles=[HANDLE.to_json()])
+    return make_record(backend="kubernetes", handles=[HANDLE.to_json()])
 
 
 @pytest.fixture
@@ -149,7 +151,7 @@ def test_nodes_that_came_with_demand(
 ) -> None:
     fake.nodes["w2"] = said("STARTING", one="pod-2", group=None)
     came = new_nodes(record, pull(told, record))
-    assert [(n.name, n.role, n.guest, n.handle, n.since) for n in came] == [
+    assert [(n.name, n.role, n.joined, n.handle, n.since) for n in came] == [
         ("w2", "worker", DEMAND, "ml/lab", 1000.0)
     ]
     record.nodes["w2"] = came[0]
@@ -286,10 +288,10 @@ def test_what_others_write_meanwhile_is_kept(
 ) -> None:
     """`status --watch` asks the platform while `down` notes what has become of the jobs."""
     watching, ending = (PlatformSync(folder, cast(Platform, fake), Local()) for _ in range(2))
-    tell = fake.tell
+    platform_status = fake.platform_status
 
-    def slow(*words: Any) -> Told:
-        answer = tell(*words)
+    def slow(*words: Any) -> PlatformStatus:
+        answer = platform_status(*words)
         ending.note(jobs=[{"id": "j1", "status": "SUCCEEDED"}])
         return answer
 

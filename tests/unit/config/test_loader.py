@@ -69,7 +69,7 @@ def test_the_example_of_the_contract(file: Path) -> None:
     spec = config.spec
     assert (spec.cluster_name, spec.on, spec.head.host, len(spec.hosts)) == ("lab", "ssh", "platinum", 3)
     assert (spec.environment.ray, spec.idle.timeout, spec.groups["gpu"].gpus) == ("2.60.0", 3600, 4)
-    assert spec.sites["slurm"]["time"] == "24:00:00"
+    assert spec.backend_tables["slurm"]["time"] == "24:00:00"
     assert config.origins["hosts.1.port"] == f"{FILE} line 4"
     assert config.origins["environment.setup"] == f"{FILE} line 9"
     assert config.origins["groups.gpu.labels.kind"] == f"{FILE} line 14"
@@ -83,7 +83,7 @@ def test_a_variable_that_is_no_key_is_refused(file: Path) -> None:
     )
     assert read(file, "", {"HELIOSTAT_NODS": "", "HELIOSTAT_JOB": "x", "OTHER_NODS": "2"}).spec.nodes == 1
     config = read(file, "on: slurm\n", {"HELIOSTAT_SLURM__PARTITION": "gpu"})
-    assert config.spec.sites["slurm"] == {"partition": "gpu"}
+    assert config.spec.backend_tables["slurm"] == {"partition": "gpu"}
 
 
 def test_flags_win_over_environment_over_file_over_defaults(file: Path) -> None:
@@ -234,7 +234,7 @@ def test_a_default_file_of_the_user_s_private_group(tmp_path: Path, monkeypatch:
         ("autoscale: {mx: 1, max: 2}", "autoscale.mx", "did you mean `max`?", 1),
         ("security: {auht: none}", "security.auht", "did you mean `auth`?", 1),
         ("xyzzy: 1", "xyzzy", "known keys: autoscale, ", 1),
-        ("sites: {local: {}}", "sites", "known keys: autoscale, ", 1),
+        ("backend_tables: {local: {}}", "backend_tables", "known keys: autoscale, ", 1),
         ("? [a, b]\n: 1", "?", "known keys: ", 1),
         ("<<: {nodes: 1}", "<<", "known keys: ", 1),
         ("1: 2", "1", "known keys: ", 1),
@@ -342,7 +342,7 @@ def test_a_wrong_value_of_a_sites_table(file: Path, table: str, key: str, senten
     file.write_text(f"on: {key.partition('.')[0]}\n{table}\n")
     spec = load(backends.names(), file=file, environ={}).spec
     with pytest.raises(UsageError) as caught:
-        planner.site_options(spec)
+        planner.backend_options(spec)
     assert (caught.value.message, caught.value.cause) == (f"`{key}` cannot be used", sentence)
 
 
@@ -391,7 +391,7 @@ def test_no_wording_of_the_validator_reaches_a_user_of_a_sites_table(site: str) 
     for field in fields(backends.load(site).Options):
         for value in HOSTILE:
             try:
-                planner.site_options(ClusterSpec(on=site, sites={site: {field.name: value}}))
+                planner.backend_options(ClusterSpec(on=site, backend_tables={site: {field.name: value}}))
             except UsageError as error:
                 assert _is_ours(error), (value, error.fields())
 
@@ -499,7 +499,7 @@ def test_the_schema_is_one_and_takes_the_example() -> None:
 @pytest.mark.parametrize(
     "value",
     [{"nodse": 1}, {"on": "mars"}, {"name": "a b"}, {"nodes": 0}, {"idle": {"x": 1}}, {"hosts": [{}]}, {"local": {"x": 1}},
-     {"security": {"auth": "off"}}, {"sites": {}}],
+     {"security": {"auth": "off"}}, {"backend_tables": {}}],
 )  # fmt: skip
 def test_the_schema_refuses_what_we_refuse(value: dict[str, Any]) -> None:
     with pytest.raises(jsonschema.ValidationError):

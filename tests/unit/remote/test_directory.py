@@ -17,7 +17,7 @@ from heliostat.cluster import planner
 from heliostat.cluster.manager import ClusterManager
 from heliostat.common.errors import HeliostatError
 from heliostat.remote import directory
-from heliostat.remote.directory import Follower, Mirror
+from heliostat.remote.directory import Follower, RemoteDirectory
 from heliostat.remote.ssh import Here
 from heliostat.state.records import NodeRecord, Record
 from heliostat.state.states import NodeState
@@ -61,9 +61,9 @@ def head() -> Iterator[subprocess.Popen[bytes]]:
 
 
 @pytest.fixture
-def copy(here: ClusterFolder, head: subprocess.Popen[bytes]) -> Iterator[Mirror]:
+def copy(here: ClusterFolder, head: subprocess.Popen[bytes]) -> Iterator[RemoteDirectory]:
     words = {"pid": head.pid, "start": processes.start_time(head.pid), "executable": sys.executable}
-    made = Mirror(here, Here(), PLACE, words)
+    made = RemoteDirectory(here, Here(), PLACE, words)
     yield made
     made.close()
 
@@ -72,7 +72,7 @@ def files(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
-def test_one_look(there: Path, copy: Mirror, here: ClusterFolder) -> None:
+def test_one_look(there: Path, copy: RemoteDirectory, here: ClusterFolder) -> None:
     (here.path / "pulse.json").write_text("gone there")
     copy.pull("zinc")
     assert files(here.path) == ["logs/run.out", "logs/zinc/agent.log", "nodes/zinc.json", "state.json"]
@@ -84,7 +84,7 @@ def test_one_look(there: Path, copy: Mirror, here: ClusterFolder) -> None:
 
 def test_whoever_looks_again_is_told(
     there: Path,
-    copy: Mirror,
+    copy: RemoteDirectory,
     here: ClusterFolder,
     head: subprocess.Popen[bytes],
     monkeypatch: pytest.MonkeyPatch,
@@ -118,7 +118,9 @@ def test_whoever_looks_again_is_told(
     until(lambda: not follower.is_alive(), "the follower ends with the folder")
 
 
-def test_a_follower_that_cannot_be_had(there: Path, copy: Mirror, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_follower_that_cannot_be_had(
+    there: Path, copy: RemoteDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(directory, "PULL_S", 0.0)
     (there / "agent.pyz").write_text("no program")
     copy.pull()
@@ -132,7 +134,7 @@ def test_a_follower_that_cannot_be_had(there: Path, copy: Mirror, monkeypatch: p
         assert (copy.folder.path / "state.json").read_text() == content and copy._follower is None
 
 
-def test_nothing_is_written_after_the_end(there: Path, copy: Mirror, here: ClusterFolder) -> None:
+def test_nothing_is_written_after_the_end(there: Path, copy: RemoteDirectory, here: ClusterFolder) -> None:
     copy.pull()
     assert copy.process
     follower = Follower(copy, copy.process, None)
@@ -143,14 +145,14 @@ def test_nothing_is_written_after_the_end(there: Path, copy: Mirror, here: Clust
     assert not follower.is_alive() and (here.path / "state.json").read_text() == '{"a": 1}'
 
 
-def test_the_end(there: Path, copy: Mirror, here: ClusterFolder) -> None:
+def test_the_end(there: Path, copy: RemoteDirectory, here: ClusterFolder) -> None:
     assert copy.finish() is None
     assert files(here.path) == ["logs/run.out", "logs/zinc/agent.log", "nodes/zinc.json", "state.json"]
     assert not there.exists() and there.parents[1].exists()
     assert copy.finish() is None, "it is gone already"
 
 
-def test_results_stay(there: Path, copy: Mirror) -> None:
+def test_results_stay(there: Path, copy: RemoteDirectory) -> None:
     (there / "work/run").mkdir(parents=True)
     (there / "work/run/model.pt").write_text("weights")
     assert copy.finish() == f"{PLACE}/work"
@@ -158,7 +160,7 @@ def test_results_stay(there: Path, copy: Mirror) -> None:
 
 
 def test_what_has_not_arrived_is_not_removed(
-    there: Path, copy: Mirror, monkeypatch: pytest.MonkeyPatch
+    there: Path, copy: RemoteDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = files(there)
 
@@ -173,7 +175,7 @@ def test_what_has_not_arrived_is_not_removed(
 
 @pytest.mark.parametrize("name", ["../evil", "a/../../evil", "a/b/c", "/evil", ""])
 def test_names_from_elsewhere_stay_inside(
-    copy: Mirror, here: ClusterFolder, tmp_path: Path, name: str
+    copy: RemoteDirectory, here: ClusterFolder, tmp_path: Path, name: str
 ) -> None:
     before = files(tmp_path)
     copy.grow(name, 0, b"x")
@@ -184,7 +186,7 @@ def test_names_from_elsewhere_stay_inside(
     assert [path for path in files(tmp_path) if path not in before] in ([], ["here/logs/a/b"])
 
 
-def test_a_stranger_in_the_tar(copy: Mirror, here: ClusterFolder, tmp_path: Path) -> None:
+def test_a_stranger_in_the_tar(copy: RemoteDirectory, here: ClusterFolder, tmp_path: Path) -> None:
     copy._unpack(directory.pack({"../evil": b"x", "logs/fine": b"x"}))
     assert files(tmp_path) == ["here/logs/fine"]
 
@@ -193,7 +195,7 @@ def test_last_words_that_have_not_come_yet(
     there: Path, here: ClusterFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The site says that a node has ended, which was after the copy was made: it is judged by what it said last."""
-    node = NodeRecord("zinc", "worker", state=NodeState.READY, launch=1, handle="7", guest="j1")
+    node = NodeRecord("zinc", "worker", state=NodeState.READY, launch=1, handle="7", joined="j1")
     handle = Handle("7", ("zinc",), {}).to_json()
     here.save(Record("lab", "abc", "pbs", "up", 0.0, {}, nodes={"zinc": node}, handles=[handle]))
 
@@ -205,7 +207,7 @@ def test_last_words_that_have_not_come_yet(
             return {"7": Observation(NodeState.GONE, "PBS has forgotten the job")}
 
     monkeypatch.setattr(backends, "load", lambda _: Site())
-    life, copy = ClusterManager(Store(tmp_path)), Mirror(here, Here(), PLACE)
+    life, copy = ClusterManager(Store(tmp_path)), RemoteDirectory(here, Here(), PLACE)
     monkeypatch.setattr(life.access, "mirror", lambda *_: copy)
     view = life.observe(here)
     assert "zinc" not in view.record.nodes, "it came with a join, and has left in order"

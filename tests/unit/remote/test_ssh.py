@@ -14,7 +14,7 @@ import pytest
 
 from heliostat.common.errors import HeliostatError
 from heliostat.remote import ssh
-from heliostat.remote.directory import PLACE, Mirror
+from heliostat.remote.directory import PLACE, RemoteDirectory
 from heliostat.remote.ssh import HINTS, Ssh
 from heliostat.state.store import ClusterFolder
 
@@ -124,10 +124,10 @@ def test_each_hint_is_tried_above() -> None:
 
 
 def test_one_object_a_machine() -> None:
-    there = ssh.far(["ssh", "-p", "2222", "-l", "ann", "zinc"])
+    there = ssh.connect(["ssh", "-p", "2222", "-l", "ann", "zinc"])
     assert (there.target, there.options) == ("zinc", ["-p", "2222", "-l", "ann"])
-    assert ssh.far(("ssh", "-p", "2222", "-l", "ann", "zinc")) is there
-    assert ssh.far(["ssh", "zinc"]) is not there
+    assert ssh.connect(("ssh", "-p", "2222", "-l", "ann", "zinc")) is there
+    assert ssh.connect(["ssh", "zinc"]) is not there
 
 
 def test_this_machine_as_if_it_were_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +137,10 @@ def test_this_machine_as_if_it_were_another(tmp_path: Path, monkeypatch: pytest.
         ["sh", "-c", 'pwd; printf "%s|" "$@"; cat; exit 3', "sh", *NASTY], input=b"in", timeout=30
     )
     assert done.code == 3 and done.out == f"{tmp_path}\n" + "".join(f"{word}|" for word in NASTY) + "in"
-    assert isinstance(ssh.far([]), ssh.Here) and ssh.far([]).forward("127.0.0.1", 7) == ("127.0.0.1", 7)
+    assert isinstance(ssh.connect([]), ssh.Here) and ssh.connect([]).forward("127.0.0.1", 7) == (
+        "127.0.0.1",
+        7,
+    )
 
 
 def test_options_come_before_ours_and_the_target_after_all(far: Path) -> None:
@@ -261,13 +264,13 @@ def test_a_port_of_the_other_side(far: Path, monkeypatch: pytest.MonkeyPatch, un
 
 
 @pytest.fixture
-def mirror(far: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mirror:
+def mirror(far: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RemoteDirectory:
     monkeypatch.setattr("heliostat.remote.directory.PULL_S", 0.0)
     (tmp_path / "near/logs").mkdir(parents=True)
-    return Mirror(ClusterFolder(tmp_path / "near"), Ssh("login"), far / "home" / PLACE / "a b")
+    return RemoteDirectory(ClusterFolder(tmp_path / "near"), Ssh("login"), far / "home" / PLACE / "a b")
 
 
-def test_what_is_pushed_is_there_whole(mirror: Mirror) -> None:
+def test_what_is_pushed_is_there_whole(mirror: RemoteDirectory) -> None:
     files = [(mirror.place / "token", b"secret", 0o600), (mirror.place / "script.sh", b"#!/bin/sh\n", 0o700)]
     mirror.push(files)
     assert [(p.read_bytes(), p.stat().st_mode & 0o777) for p, _, _ in files] == [(d, m) for _, d, m in files]
@@ -277,12 +280,12 @@ def test_what_is_pushed_is_there_whole(mirror: Mirror) -> None:
     assert json.loads(request.read_text()) == {"do": "leave", "node": "w1"}
 
 
-def test_before_anything_is_there(mirror: Mirror) -> None:
+def test_before_anything_is_there(mirror: RemoteDirectory) -> None:
     mirror.pull()
     assert mirror.folder.state() == {} and mirror.finish() is None
 
 
-def test_small_files_come_whole_and_go_when_they_go(mirror: Mirror) -> None:
+def test_small_files_come_whole_and_go_when_they_go(mirror: RemoteDirectory) -> None:
     mirror.push(
         [
             (mirror.place / name, b'{"a": 1}', 0o600)
@@ -296,7 +299,7 @@ def test_small_files_come_whole_and_go_when_they_go(mirror: Mirror) -> None:
     assert mirror.folder.connection() is None and mirror.folder.state() == {"a": 1}
 
 
-def test_logs_come_from_where_we_have_them(mirror: Mirror, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logs_come_from_where_we_have_them(mirror: RemoteDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("heliostat.remote.directory.LARGEST", 1000)
     mirror.push([])
     data = os.urandom(2500)
@@ -310,7 +313,7 @@ def test_logs_come_from_where_we_have_them(mirror: Mirror, monkeypatch: pytest.M
     assert (mirror.folder.logs / "odd name$(x).out").read_bytes() == data
 
 
-def test_a_nodes_own_logs_come_when_they_are_asked_for(mirror: Mirror) -> None:
+def test_a_nodes_own_logs_come_when_they_are_asked_for(mirror: RemoteDirectory) -> None:
     mirror.push([(mirror.place / "logs/w1/ray.log", b"started", 0o600)])
     mirror.pull()
     assert not (mirror.folder.logs / "w1").exists()
@@ -319,7 +322,7 @@ def test_a_nodes_own_logs_come_when_they_are_asked_for(mirror: Mirror) -> None:
 
 
 @pytest.mark.parametrize("work", [False, True])
-def test_at_the_end_the_logs_come_home_and_only_results_stay(mirror: Mirror, work: bool) -> None:
+def test_at_the_end_the_logs_come_home_and_only_results_stay(mirror: RemoteDirectory, work: bool) -> None:
     names = [
         "logs/w1/ray.log",
         "logs/run.out",
@@ -342,7 +345,7 @@ def test_at_the_end_the_logs_come_home_and_only_results_stay(mirror: Mirror, wor
 
 
 @pytest.mark.parametrize("name", ["/etc/heliostat-evil", "../evil", "logs/../../evil"])
-def test_a_machine_that_lies_writes_nowhere_else(mirror: Mirror, tmp_path: Path, name: str) -> None:
+def test_a_machine_that_lies_writes_nowhere_else(mirror: RemoteDirectory, tmp_path: Path, name: str) -> None:
     import io
     import tarfile
 
@@ -355,7 +358,9 @@ def test_a_machine_that_lies_writes_nowhere_else(mirror: Mirror, tmp_path: Path,
     assert not list(tmp_path.rglob("evil")) and not Path("/etc/heliostat-evil").exists()
 
 
-def test_a_login_node_without_room(mirror: Mirror, far: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_login_node_without_room(
+    mirror: RemoteDirectory, far: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shutil.rmtree(far / "home")
     (far / "home").write_text("")
     with pytest.raises(HeliostatError):

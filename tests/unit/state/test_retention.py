@@ -103,13 +103,13 @@ def test_every_end_keeps_the_limit(
     monkeypatch.setenv(retention.VARIABLE, "35K")
     (note,) = end(store, make_record("new", id="8123"))
     assert note.startswith("the history is over its limit: removed the logs of 2 clusters, ")
-    assert kept(three) == ["c"] and (store.last_past("new") or three[0]).logs.exists()
+    assert kept(three) == ["c"] and (store.last_archived("new") or three[0]).logs.exists()
     monkeypatch.setenv(retention.VARIABLE, "1K")
     end(store, make_record("large", id="7123"))
-    assert (store.last_past("large") or three[0]).logs.exists(), "the logs of what has just ended stay"
+    assert (store.last_archived("large") or three[0]).logs.exists(), "the logs of what has just ended stay"
     monkeypatch.setenv(retention.VARIABLE, "much")
     (note,) = end(store, make_record("last", id="6123"))
-    assert note.startswith("the history was not pruned: ") and store.last_past("last")
+    assert note.startswith("the history was not pruned: ") and store.last_archived("last")
 
 
 def test_doctor_says_how_much_is_used(

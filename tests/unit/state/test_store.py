@@ -46,7 +46,7 @@ def test_a_record_comes_back_as_it_was(folder: ClusterFolder, make_record: Make)
     said.nodes["w2"] = NodeRecord("w2", "worker", "gpu", NodeState.LOST, "silent", 3.5, "7")
     folder.save(said)
     assert folder.record() == said
-    assert json.loads((folder.path / "record.json").read_text())["schema"] == 1
+    assert json.loads((folder.path / "record.json").read_text())["schema"] == 2
 
 
 def test_keys_of_a_later_version_do_no_harm(folder: ClusterFolder) -> None:
@@ -319,8 +319,8 @@ def test_a_name_can_be_used_again(store: Store, make_past: Callable[..., Cluster
         ("lab", "fedc"),
         ("lab-2", "0123"),
     ]
-    found = store.last_past("lab")
-    assert found and found.path == second.path and store.last_past("none") is None
+    found = store.last_archived("lab")
+    assert found and found.path == second.path and store.last_archived("none") is None
 
 
 def test_history_passes_over_what_cannot_be_read(
@@ -329,12 +329,12 @@ def test_history_passes_over_what_cannot_be_read(
     (make_past("bad").path / "record.json").write_text("{")
     make_past("good")
     (store.ended / "stray").write_text("")
-    assert [record.name for record in store.past()] == ["good"] and store.last_past("bad") is None
+    assert [record.name for record in store.past()] == ["good"] and store.last_archived("bad") is None
 
 
 def test_a_home_that_is_not_there_is_an_empty_one(tmp_path: Path) -> None:
     store = Store(tmp_path / "none")
-    assert (store.names(), store.past(), store.last_past("x"), store.find("x")) == ([], [], None, None)
+    assert (store.names(), store.past(), store.last_archived("x"), store.find("x")) == ([], [], None, None)
     assert not store.home.exists(), "looking makes nothing"
 
 

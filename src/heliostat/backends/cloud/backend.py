@@ -20,12 +20,12 @@ from heliostat.backends.base import (
     RUN_S,
     Check,
     Handle,
+    LaunchRequest,
     Observation,
-    Order,
     Plan,
+    PlatformStatus,
     Question,
     Step,
-    Told,
     by_name,
     require_programs,
 )
@@ -37,7 +37,7 @@ from heliostat.backends.cloud.state import ANSWER, ENDED, INSTANCES, LAST_S, LOG
 from heliostat.backends.overrides import merge
 from heliostat.common.errors import Code, HeliostatError, UsageError
 from heliostat.common.limits import MOST_NODES
-from heliostat.remote.ssh import far
+from heliostat.remote.ssh import connect
 from heliostat.remote.transport import Local
 from heliostat.state.files import read_json, write_atomic
 from heliostat.state.ownership import temp_directory
@@ -63,11 +63,11 @@ class Launcher:
     packages: ClassVar[Mapping[str, str]]  # modules that must be importable, and what pip calls them
     starts_ray: ClassVar[bool] = False
     shares_files: ClassVar[bool] = False
-    grows: ClassVar[bool] = True
+    autoscales: ClassVar[bool] = True
     most_nodes: ClassVar[int] = MOST_NODES
     takes_options: ClassVar[bool] = False
-    letters: ClassVar[tuple[str, ...]] = ()
-    pace: ClassVar[tuple[float, float]] = (2.0, 15.0)
+    reserved_short_options: ClassVar[tuple[str, ...]] = ()
+    poll_interval: ClassVar[tuple[float, float]] = (2.0, 15.0)
 
     def __init__(self) -> None:
         self._kept: dict[str, int] = {}
@@ -86,7 +86,7 @@ class Launcher:
         given = Path(options.key).expanduser() if options.key else None
         key = given or folder / "key"
         return {
-            "site": self.name,
+            "backend": self.name,
             "name": name,
             "mark": mark,
             "key_file": str(key),
@@ -101,7 +101,7 @@ class Launcher:
     questions: ClassVar[Mapping[str, Question]] = by_name(
         Question("ssh", "the `ssh` command is here", "install ssh on this machine"),
         Question("rsync", "the `rsync` command is here", "install rsync on this machine"),
-        Question("packages", "the cloud's Python packages are here", "pip install 'heliostat[{site}]'"),
+        Question("packages", "the cloud's Python packages are here", "pip install 'heliostat[{backend}]'"),
         Question(
             "account",
             "the cloud takes your credentials, and knows the region",
@@ -121,7 +121,7 @@ class Launcher:
                 found.append(self.questions[program].answer(False, str(error)))
         if missing := self._missing_package():
             ask = self.questions["packages"]
-            return [*found, ask.answer(False, f"no module `{missing}`", site=self.name)]
+            return [*found, ask.answer(False, f"no module `{missing}`", backend=self.name)]
         found.append(self.questions["packages"].answer(True, ", ".join(self.packages)))
         try:
             answer = self._ask({"do": "check", "config": self._any_config(spec)}, None, host, LOOK_S)
@@ -133,7 +133,7 @@ class Launcher:
         return found
 
     def _any_config(self, spec: ClusterSpec | None) -> Json:
-        table = dict(spec.sites.get(self.name, {})) if spec else {}
+        table = dict(spec.backend_tables.get(self.name, {})) if spec else {}
         given = table.get("launcher_yaml")
         provider = given["provider"] if given else self.provider(self.Options(**table))
         return {"cluster_name": "none", "provider": provider}
@@ -158,7 +158,7 @@ class Launcher:
             raise UsageError(
                 f"`{self.name}` needs a package that is not here",
                 cause=f"no module `{missing}`",
-                hint=self.questions["packages"].hint.format(site=self.name),
+                hint=self.questions["packages"].hint.format(backend=self.name),
                 code=Code.CLOUD_MISSING_PACKAGE,
             )
         require_programs(("ssh", "rsync"), "install it on this machine", host)
@@ -166,27 +166,29 @@ class Launcher:
     def survey(self, options: Any, host: Transport) -> Mapping[str, Any]:
         return {}
 
-    def plan(self, order: Order) -> Plan:
-        render.check(order, self.name)
-        config = self.config(order)
+    def plan(self, request: LaunchRequest) -> Plan:
+        render.check(request, self.name)
+        config = self.config(request)
         own = None
-        if order.options.launcher_yaml is None:
-            own = self.own(order.options, render.ray_name(order), order.config["mark"], order.folder)
-        request = {"do": "create", "config": config, "own": own, "wait_s": order.options.wait}
-        notes = (self.cost(order, config),) if own else ()
-        files = render.files(order, config, notes, self.packages)
-        names = tuple(member.name for member in order.members)
+        if request.options.launcher_yaml is None:
+            own = self.own(request.options, render.ray_name(request), request.config["mark"], request.folder)
+        operation = {"do": "create", "config": config, "own": own, "wait_s": request.options.wait}
+        notes = (self.cost(request, config),) if own else ()
+        files = render.files(request, config, notes, self.packages)
+        names = tuple(member.name for member in request.members)
         return Plan(
-            files, (Step((order.python, "-m", "heliostat.backends.cloud.launcher"), names, request),), notes
+            files,
+            (Step((request.python, "-m", "heliostat.backends.cloud.launcher"), names, operation),),
+            notes,
         )
 
-    def config(self, order: Order) -> Json:
+    def config(self, request: LaunchRequest) -> Json:
         """Ray's file for this cluster."""
-        options = order.options
+        options = request.options
         if options.launcher_yaml is not None:
-            return render.adopt(order, options.launcher_yaml)
+            return render.adopt(request, options.launcher_yaml)
         nodes = {}
-        for kind, mine, least, most, member in render.kinds(order):
+        for kind, mine, least, most, member in render.kinds(request):
             made, resources = self.node(mine, member)
             nodes[kind] = {
                 "node_config": merge(made, mine.node),
@@ -198,32 +200,35 @@ class Launcher:
                     else {"max_workers": 0}
                 ),
             }
-        return render.whole(order, self.provider(options), nodes)
+        return render.whole(request, self.provider(options), nodes)
 
-    def cost(self, order: Order, config: Json) -> str:
+    def cost(self, request: LaunchRequest, config: Json) -> str:
         """What the cluster costs while it is up, in words; also of one that a person leaves up."""
-        kinds, known = {kind: least for kind, _, least, _, _ in render.kinds(order)}, render.instances(config)
+        kinds, known = (
+            {kind: least for kind, _, least, _, _ in render.kinds(request)},
+            render.instances(config),
+        )
         counted = [(1 if kind == render.HEAD else least, *known[kind]) for kind, least in kinds.items()]
         return prices.all_of(counted)
 
     # -- starting
 
-    def launch(self, plan: Plan, order: Order, host: Transport) -> Iterator[Handle]:
+    def launch(self, plan: Plan, request: LaunchRequest, host: Transport) -> Iterator[Handle]:
         """The handle first: whatever happens afterwards is found by the cluster's tag."""
         (step,) = plan.steps
-        config, folder = step.config["config"], order.folder
+        config, folder = step.config["config"], request.folder
         detail = {
             "config": config,
             "own": step.config["own"],
             "folder": str(folder),
-            "home": render.home(order),
+            "home": render.home(request),
             "instances": render.instances(config),
-            "groups": render.groups(order, config),
-            "ray": render.ray_version(order.spec),
-            "auth": order.spec.security.auth,
+            "groups": render.groups(request, config),
+            "ray": render.ray_version(request.spec),
+            "auth": request.spec.security.auth,
             "dashboard": render.dashboard_port(config),
-            "ends": bool(order.spec.idle.timeout or order.spec.time),
-            "elastic": order.spec.elastic,
+            "ends": bool(request.spec.idle.timeout or request.spec.time),
+            "elastic": request.spec.elastic,
         }
         name = f"{self.name}/{self.where(config['provider'])}/{config['cluster_name']}"
         # who has no packages, no credentials or a wrong region is told so at once
@@ -237,13 +242,13 @@ class Launcher:
             step.argv, log=log, cwd=folder, env={"PYTHONUNBUFFERED": "1"}
         )  # what ssh says comes where it was said
         write_atomic(folder / PROCESS, json.dumps({"pid": spawned.pid, "start": spawned.start}))
-        request = {**step.config, "temp": str(folder / "tmp"), "answer": str(folder / ANSWER)}
-        spawned.feed(json.dumps(request).encode())
+        operation = {**step.config, "temp": str(folder / "tmp"), "answer": str(folder / ANSWER)}
+        spawned.feed(json.dumps(operation).encode())
 
-    def strays(self, mark: str | None, spec: ClusterSpec, host: Transport) -> list[Handle]:
+    def find_orphans(self, mark: str | None, spec: ClusterSpec, host: Transport) -> list[Handle]:
         return []  # nothing is started before its handle is on record
 
-    def _ask(self, request: Json, folder: Path | None, host: Transport, seconds: float) -> Json:
+    def _ask(self, operation: Json, folder: Path | None, host: Transport, seconds: float) -> Json:
         """One operation, to its end. Raises what the cloud said."""
         import tempfile
 
@@ -255,7 +260,7 @@ class Launcher:
                 temp = stack.enter_context(made)
             # by its path: `python -m` would look for it in the current directory first, which may be anybody's
             argv = [sys.executable, str(Path(__file__).parent / "launcher")]
-            done = host.run(argv, input=json.dumps({**request, "temp": temp}).encode(), timeout=seconds)
+            done = host.run(argv, input=json.dumps({**operation, "temp": temp}).encode(), timeout=seconds)
         try:
             answer: Json = json.loads(done.out.strip().splitlines()[-1])
         except (ValueError, IndexError):
@@ -294,16 +299,16 @@ class Launcher:
         if 0 <= time.time() - last["at"] < every_s:
             answer: Json = last["answer"]
             return answer
-        request = {"do": "look", "config": detail["config"], "own": detail["own"]}
-        answer = self._ask(request, folder, host, LOOK_S)
+        operation = {"do": "look", "config": detail["config"], "own": detail["own"]}
+        answer = self._ask(operation, folder, host, LOOK_S)
         with contextlib.suppress(HeliostatError):  # looking works on a full disk
             if folder.is_dir():
                 write_atomic(folder / LOOKED, json.dumps({"at": time.time(), "answer": answer}))
         return answer
 
-    def tell(
+    def platform_status(
         self, handle: Handle, members: Sequence[NodeRecord], before: Mapping[str, Any], host: Transport
-    ) -> Told:
+    ) -> PlatformStatus:
         operation, words = about.operation(handle)
         settled = bool(before) and all(one.get("state") == N.READY for one in before.values())
         seen, named, head, table = self._see(handle, members, before, host, LATER_S if settled else SOON_S)
@@ -327,7 +332,7 @@ class Launcher:
             one.get("role") == "head" and one.get("state") in (N.READY, N.LOST) for one in before.values()
         )
         known = head is not None and (table is not None or was_up)
-        return Told(nodes, about.connection(handle, head) if head and known else None)
+        return PlatformStatus(nodes, about.connection(handle, head) if head and known else None)
 
     def _see(
         self,
@@ -401,7 +406,7 @@ class Launcher:
         words = [word for name, value in options.items() if value for word in ("-o", f"{name}={value}")]
         if key:
             words += ["-i", os.path.expanduser(key)]
-        return far(("ssh", *words, "-l", str(auth["ssh_user"]), str(address)))
+        return connect(("ssh", *words, "-l", str(auth["ssh_user"]), str(address)))
 
     def _node(self, handle: Handle, name: str) -> Mapping[str, Any]:
         known = read_json(Path(handle.detail["folder"]) / INSTANCES) or {}
@@ -467,18 +472,21 @@ class Launcher:
         path = Path(handle.detail["home"]) / "job"
         cast("Ssh", self.reach(handle, host)).put(path, job.encode())
 
-    def keep(self, handle: Handle, host: Transport, *, away: bool) -> None:
+    def suspend(self, handle: Handle, host: Transport) -> None:
         raise UsageError(
-            f"a cluster on `{self.name}` cannot be put away",
+            f"a cluster on `{self.name}` cannot be suspended",
             cause="a stopped instance keeps its disk, which costs, and loses Ray's state",
             hint="heliostat down, and up again",
         )
 
-    def renew(self, handle: Handle, node: str, told: Mapping[str, Any], host: Transport) -> None:
+    def resume(self, handle: Handle, host: Transport) -> None:
+        """Nothing to do: no cluster is suspended."""
+
+    def replace_node(self, handle: Handle, node: str, told: Mapping[str, Any], host: Transport) -> None:
         if told.get("role") == "head":
             raise UsageError("the head cannot be replaced alone", hint="heliostat restart, without --node")
-        request = {"do": "drop", "config": handle.detail["config"], "ids": [self._node(handle, node)["id"]]}
-        self._ask(request, Path(handle.detail["folder"]), host, LOOK_S)
+        operation = {"do": "drop", "config": handle.detail["config"], "ids": [self._node(handle, node)["id"]]}
+        self._ask(operation, Path(handle.detail["folder"]), host, LOOK_S)
         (Path(handle.detail["folder"]) / LOOKED).unlink(missing_ok=True)
 
     # -- the end
@@ -492,8 +500,8 @@ class Launcher:
     def _end(self, handle: Handle, host: Transport) -> Json:
         detail = handle.detail
         folder = Path(detail["folder"])
-        request = {"do": "end", "config": detail["config"], "own": detail["own"]}
-        answer = self._ask(request, folder, host, END_S)
+        operation = {"do": "end", "config": detail["config"], "own": detail["own"]}
+        answer = self._ask(operation, folder, host, END_S)
         (Path(handle.detail["folder"]) / LOOKED).unlink(missing_ok=True)
         if folder.is_dir():
             shutil.rmtree(folder / "tmp", ignore_errors=True)
@@ -522,7 +530,7 @@ class Launcher:
                 code=Code.CLOUD_LAUNCHER,
             )
 
-    def bring_home(self, handles: Sequence[Handle], folder: Path) -> list[str]:
+    def collect_logs(self, handles: Sequence[Handle], folder: Path) -> list[str]:
         """A cluster that ended itself could not remove what is ours beside its machines: that is done now."""
         notes = []
         for handle in handles:

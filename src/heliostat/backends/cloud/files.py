@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from heliostat.backends.base import File, Order
+from heliostat.backends.base import File, LaunchRequest
 from heliostat.backends.overrides import merge
 from heliostat.common.errors import UsageError
 from heliostat.common.shell import export, quote
@@ -100,9 +100,9 @@ class Common:
     )
 
 
-def check(order: Order, site: str) -> None:
+def check(request: LaunchRequest, backend: str) -> None:
     """What a cloud cannot do is said before anything is asked of it."""
-    spec, environment = order.spec, order.spec.environment
+    spec, environment = request.spec, request.spec.environment
     refused = {
         "network.interface": spec.network.interface,
         "network.ports": spec.network.ports or spec.network.port_offset,
@@ -110,18 +110,20 @@ def check(order: Order, site: str) -> None:
         "environment.stage": environment.stage,
         "environment.wheels": environment.wheels,
     }
-    hints = {"environment.container": f"{site}: {{launcher: {{docker: {{image: …, container_name: ray}}}}}}"}
+    hints = {
+        "environment.container": f"{backend}: {{launcher: {{docker: {{image: …, container_name: ray}}}}}}"
+    }
     for key, value in refused.items():
         if value:
             raise UsageError(
-                f"`{key}` has no meaning on `{site}`",
+                f"`{key}` has no meaning on `{backend}`",
                 cause="its machines are new ones, and only this cluster's",
                 hint=hints.get(key, "take it out of the file"),
             )
-    for name in spec.kinds if order.options.launcher_yaml is None else ():
+    for name in spec.kinds if request.options.launcher_yaml is None else ():
         if name in (HEAD, PLAIN):
             raise UsageError(
-                f"a group cannot be called `{name}` on `{site}`", cause="Ray's file needs that name"
+                f"a group cannot be called `{name}` on `{backend}`", cause="Ray's file needs that name"
             )
     if environment.requirements and not Path(environment.requirements).expanduser().is_file():
         raise UsageError(
@@ -135,14 +137,14 @@ def ray_version(spec: ClusterSpec) -> str:
     return spec.environment.ray or DEFAULT_RAY
 
 
-def ray_name(order: Order) -> str:
+def ray_name(request: LaunchRequest) -> str:
     """Ray finds a cluster by this tag, and would take another one's machines of the same name for its own."""
-    return f"{order.spec.cluster_name.lower()[:26]}-{order.config['mark'][:8]}"
+    return f"{request.spec.cluster_name.lower()[:26]}-{request.config['mark'][:8]}"
 
 
-def home(order: Order) -> str:
+def home(request: LaunchRequest) -> str:
     """Where our files lie on the machines, below the home."""
-    return f".heliostat/{order.config['mark']}"
+    return f".heliostat/{request.config['mark']}"
 
 
 def instance_of(options: Any, what: Mapping[str, Any]) -> Any:
@@ -154,22 +156,22 @@ def instance_of(options: Any, what: Mapping[str, Any]) -> Any:
     return replace(options, **what)
 
 
-def kinds(order: Order) -> Iterator[tuple[str, Any, int, int, Member]]:
+def kinds(request: LaunchRequest) -> Iterator[tuple[str, Any, int, int, Member]]:
     """(type, its options, least, most, what each may use), the head first."""
     from heliostat.config.spec import head_member, worker_kinds
 
-    options = order.options
+    options = request.options
     if options.launcher_yaml is not None:
         return
-    yield HEAD, instance_of(options, {"spot": False, **options.head}), 0, 0, head_member(order.spec)
-    for kind in worker_kinds(order.spec):
-        mine = order.group_options.get(kind.name or "", options)
+    yield HEAD, instance_of(options, {"spot": False, **options.head}), 0, 0, head_member(request.spec)
+    for kind in worker_kinds(request.spec):
+        mine = request.group_options.get(kind.name or "", options)
         yield kind.name or PLAIN, mine, kind.least, kind.most, kind.member
 
 
-def groups(order: Order, config: Json) -> dict[str, str | None]:
+def groups(request: LaunchRequest, config: Json) -> dict[str, str | None]:
     """The group of each type of Ray's file."""
-    if order.options.launcher_yaml is not None:
+    if request.options.launcher_yaml is not None:
         return {kind: group_name(kind) for kind in config["available_node_types"]}
     return {kind: None if kind in (HEAD, PLAIN) else kind for kind in config["available_node_types"]}
 
@@ -215,37 +217,37 @@ def instances(config: Json) -> dict[str, tuple[str, bool]]:
 # -- Ray's file
 
 
-def whole(order: Order, provider: Json, nodes: Json) -> Json:
-    spec, options, place = order.spec, order.options, f"~/{home(order)}"
+def whole(request: LaunchRequest, provider: Json, nodes: Json) -> Json:
+    spec, options, place = request.spec, request.options, f"~/{home(request)}"
     idle = spec.autoscale.idle if spec.autoscale else 3600
     auth = {"ssh_user": options.user}
     if options.key:
         auth["ssh_private_key"] = str(Path(options.key).expanduser())
     config = {
-        "cluster_name": ray_name(order),
+        "cluster_name": ray_name(request),
         "max_workers": sum(node["max_workers"] for node in nodes.values()),
         "idle_timeout_minutes": round(idle / 60, 2),
         "provider": provider,
         "auth": auth,
         "available_node_types": nodes,
         "head_node_type": HEAD,
-        "file_mounts": mounts(order),
+        "file_mounts": mounts(request),
         "initialization_commands": [],
         "setup_commands": [f"bash {place}/setup.sh"],
         "head_setup_commands": [f"bash {place}/setup.sh head"],
         "worker_setup_commands": [],
-        "head_start_ray_commands": head_start(order),
-        "worker_start_ray_commands": [f"{first(order)} && {worker_start(order)}"],
+        "head_start_ray_commands": head_start(request),
+        "worker_start_ray_commands": [f"{first(request)} && {worker_start(request)}"],
     }
     laid: Json = merge(config, options.launcher)
     return laid
 
 
-def first(order: Order) -> str:
-    return f". ~/{home(order)}/env.sh && ulimit -c 0"
+def first(request: LaunchRequest) -> str:
+    return f". ~/{home(request)}/env.sh && ulimit -c 0"
 
 
-def head_start(order: Order) -> list[str]:
+def head_start(request: LaunchRequest) -> list[str]:
     """Never `ray stop`; the dashboard is for whoever comes over ssh."""
     words = [
         "ray start --head",
@@ -254,49 +256,49 @@ def head_start(order: Order) -> list[str]:
         f"--dashboard-port={DASHBOARD_PORT}",
         "--disable-usage-stats",
         "--autoscaling-config=~/ray_bootstrap_config.yaml",
-        *_store(order.spec),
+        *_store(request.spec),
     ]
-    return [f"{first(order)} && {' '.join(words)}", _watch(order)]
+    return [f"{first(request)} && {' '.join(words)}", _watch(request)]
 
 
-def worker_start(order: Order) -> str:
-    return " ".join(["ray start", f"--address=$RAY_HEAD_IP:{GCS_PORT}", *_store(order.spec)])
+def worker_start(request: LaunchRequest) -> str:
+    return " ".join(["ray start", f"--address=$RAY_HEAD_IP:{GCS_PORT}", *_store(request.spec)])
 
 
 def _store(spec: ClusterSpec) -> list[str]:
     return [f"--object-store-memory={spec.object_store}"] if spec.object_store else []
 
 
-def _watch(order: Order) -> str:
+def _watch(request: LaunchRequest) -> str:
     """Ray never ends its head: our agent does, when nothing has happened for long enough."""
-    place = f"~/{home(order)}"
+    place = f"~/{home(request)}"
     return f". {place}/env.sh && python3 {place}/agent.pyz watch <{place}/watch.json"
 
 
-def mounts(order: Order) -> dict[str, str]:
+def mounts(request: LaunchRequest) -> dict[str, str]:
     """What travels to every machine: to the head from here, to the workers from the head."""
-    place, folder = f"~/{home(order)}", order.folder
+    place, folder = f"~/{home(request)}", request.folder
     found = {f"{place}/{name}": str(folder / name) for name in ("env.sh", "setup.sh", "watch.json")}
-    found[f"{place}/agent.pyz"] = str(order.agent)
-    if order.spec.security.auth == "token":
+    found[f"{place}/agent.pyz"] = str(request.agent)
+    if request.spec.security.auth == "token":
         found[f"{place}/token"] = str(folder / "token")
-    if order.spec.environment.requirements:
-        given = Path(order.spec.environment.requirements).expanduser().absolute()
+    if request.spec.environment.requirements:
+        given = Path(request.spec.environment.requirements).expanduser().absolute()
         found[f"{place}/requirements.txt"] = str(given)
     return found
 
 
-def adopt(order: Order, given: Mapping[str, Any]) -> Json:
+def adopt(request: LaunchRequest, given: Mapping[str, Any]) -> Json:
     """A file of somebody's own, as it is, but for what safety needs: the token, a Ray of one version, our watch."""
     config = copy.deepcopy(dict(given))
-    config["file_mounts"] = {**(config.get("file_mounts") or {}), **mounts(order)}
-    version = ray_version(order.spec)
+    config["file_mounts"] = {**(config.get("file_mounts") or {}), **mounts(request)}
+    version = ray_version(request.spec)
     if config.get("setup_commands") is None:  # Ray's default is whatever was built last night
         config["setup_commands"] = [f"which ray || pip install -U {quote([f'ray[default]=={version}'])}"]
-    into = f". ~/{home(order)}/env.sh; "
-    theirs = config.get("head_start_ray_commands") or head_start(order)[:1]
-    config["head_start_ray_commands"] = [*(into + command for command in theirs), _watch(order)]
-    workers = config.get("worker_start_ray_commands") or [worker_start(order)]
+    into = f". ~/{home(request)}/env.sh; "
+    theirs = config.get("head_start_ray_commands") or head_start(request)[:1]
+    config["head_start_ray_commands"] = [*(into + command for command in theirs), _watch(request)]
+    workers = config.get("worker_start_ray_commands") or [worker_start(request)]
     config["worker_start_ray_commands"] = [into + command for command in workers]
     return config
 
@@ -310,37 +312,39 @@ def dashboard_port(config: Json) -> int:
 # -- what goes to the machines
 
 
-def files(order: Order, config: Json, notes: Sequence[str], needs: Mapping[str, str]) -> tuple[File, ...]:
+def files(
+    request: LaunchRequest, config: Json, notes: Sequence[str], needs: Mapping[str, str]
+) -> tuple[File, ...]:
     import yaml
 
-    about = [f"heliostat: what Ray's launcher is told of `{order.spec.cluster_name}`", *notes]
+    about = [f"heliostat: what Ray's launcher is told of `{request.spec.cluster_name}`", *notes]
     text = "".join(f"# {line}\n" for line in about) + yaml.safe_dump(config, sort_keys=False, width=1000)
     watch = {
-        "home": home(order),
+        "home": home(request),
         "dashboard": dashboard_port(config),
-        "token": order.spec.security.auth == "token",
-        "idle": order.config["idle"],
-        "time_limit_s": order.config["time_limit_s"],
+        "token": request.spec.security.auth == "token",
+        "idle": request.config["idle"],
+        "time_limit_s": request.config["time_limit_s"],
     }
-    adopted = order.options.launcher_yaml is not None
+    adopted = request.options.launcher_yaml is not None
     return (
-        File(order.folder / FILE, text),
-        File(order.folder / "env.sh", env_script(order, adopted)),
-        File(order.folder / "setup.sh", setup_script(order, needs), 0o700),
-        File(order.folder / "watch.json", json.dumps(watch)),
+        File(request.folder / FILE, text),
+        File(request.folder / "env.sh", env_script(request, adopted)),
+        File(request.folder / "setup.sh", setup_script(request, needs), 0o700),
+        File(request.folder / "watch.json", json.dumps(watch)),
     )
 
 
-def env_script(order: Order, adopted: bool) -> str:
+def env_script(request: LaunchRequest, adopted: bool) -> str:
     """Sourced by whatever is started on a machine."""
-    environment = order.spec.environment
+    environment = request.spec.environment
     variables = {"RAY_USAGE_STATS_ENABLED": "0", **environment.env}
     lines = ["# heliostat: the environment of every node", *environment.setup]
     if not adopted or environment.venv or environment.conda:
         lines += _activate(environment)
     lines.append(export(variables).rstrip("\n"))
-    if order.spec.security.auth == "token":
-        lines.append(f'export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH="$HOME/{home(order)}/token"')
+    if request.spec.security.auth == "token":
+        lines.append(f'export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH="$HOME/{home(request)}/token"')
     return "\n".join([*lines, "true"]) + "\n"
 
 
@@ -359,12 +363,12 @@ def _venv(environment: Environment) -> str:
     return f"~/{quote([venv[2:]])}" if venv.startswith("~/") else quote([venv])
 
 
-def setup_script(order: Order, needs: Mapping[str, str]) -> str:
+def setup_script(request: LaunchRequest, needs: Mapping[str, str]) -> str:
     """The same pinned Ray on every machine; with `head`, also what the head's autoscaler needs. An image that has it all
     is left as it is. needs: module -> what pip calls it."""
-    environment, place = order.spec.environment, f"~/{home(order)}"
-    ray = quote([f"ray[default]=={ray_version(order.spec)}"])
-    version = quote([ray_version(order.spec)])
+    environment, place = request.spec.environment, f"~/{home(request)}"
+    ray = quote([f"ray[default]=={ray_version(request.spec)}"])
+    version = quote([ray_version(request.spec)])
     venv = _venv(environment)
     make = [
         f'  [ -x {venv}/bin/python ] || python3 -m venv {venv} || {{ sudo -n apt-get update -qq; sudo -n apt-get install',
@@ -373,7 +377,7 @@ def setup_script(order: Order, needs: Mapping[str, str]) -> str:
     ]  # fmt: skip
     lines = [
         "#!/bin/bash",
-        f"# heliostat: makes the environment of a machine of `{order.spec.cluster_name}`",
+        f"# heliostat: makes the environment of a machine of `{request.spec.cluster_name}`",
         f"chmod 700 {place}",
         f". {place}/env.sh",
         "set -e",

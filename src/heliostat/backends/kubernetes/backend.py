@@ -18,12 +18,12 @@ from heliostat.backends.base import (
     Check,
     File,
     Handle,
+    LaunchRequest,
     Observation,
-    Order,
     Plan,
+    PlatformStatus,
     Question,
     Step,
-    Told,
 )
 from heliostat.backends.kubernetes import api as kube
 from heliostat.backends.kubernetes.checks import QUESTIONS, checks
@@ -58,11 +58,11 @@ class Kubernetes:
     Options: ClassVar[type] = Options
     starts_ray: ClassVar[bool] = False
     shares_files: ClassVar[bool] = False
-    grows: ClassVar[bool] = True
+    autoscales: ClassVar[bool] = True
     most_nodes: ClassVar[int] = MOST_NODES
     takes_options: ClassVar[bool] = False
-    letters: ClassVar[tuple[str, ...]] = ()
-    pace: ClassVar[tuple[float, float]] = (0.3, 5.0)
+    reserved_short_options: ClassVar[tuple[str, ...]] = ()
+    poll_interval: ClassVar[tuple[float, float]] = (0.3, 5.0)
 
     def __init__(self) -> None:
         self._clusters: dict[str, Cluster] = {}
@@ -74,7 +74,7 @@ class Kubernetes:
         return None
 
     def require(self, spec: ClusterSpec, host: Transport) -> None:
-        table = spec.sites.get(self.name, {})
+        table = spec.backend_tables.get(self.name, {})
         kube.connect(
             table.get("kubeconfig"), table.get("context")
         )  # raises without the package or a kubeconfig
@@ -82,35 +82,35 @@ class Kubernetes:
     def survey(self, options: Any, host: Transport) -> dict[str, Any]:
         return {}
 
-    def plan(self, order: Order) -> Plan:
+    def plan(self, request: LaunchRequest) -> Plan:
         import yaml
 
         from heliostat.backends.kubernetes import manifest
 
-        command = order.config.get("command")
-        groups = {str(name): options for name, options in order.group_options.items()}
+        command = request.config.get("command")
+        groups = {str(name): options for name, options in request.group_options.items()}
         document = manifest.manifest(
-            order.spec,
-            order.options,
+            request.spec,
+            request.options,
             groups,
-            str(order.config["id"]),
+            str(request.config["id"]),
             run=command is not None,
             detached=bool(command and command.get("detached")),
         )
         manifest.refuse(document)
         text = yaml.safe_dump(document, sort_keys=False, width=110)
-        path = order.folder / "manifest.yaml"
-        words = ["kubectl", *(("--context", order.options.context) if order.options.context else ())]
-        step = Step((*words, "create", "-f", path.as_posix()), tuple(m.name for m in order.members))
-        return Plan((File(path, text),), (step,), tuple(manifest.notes(order.spec, command is not None)))
+        path = request.folder / "manifest.yaml"
+        words = ["kubectl", *(("--context", request.options.context) if request.options.context else ())]
+        step = Step((*words, "create", "-f", path.as_posix()), tuple(m.name for m in request.members))
+        return Plan((File(path, text),), (step,), tuple(manifest.notes(request.spec, command is not None)))
 
     # -- starting and ending
 
-    def launch(self, plan: Plan, order: Order, host: Transport) -> Iterator[Handle]:
+    def launch(self, plan: Plan, request: LaunchRequest, host: Transport) -> Iterator[Handle]:
         import yaml
 
         document = yaml.safe_load(plan.files[0].text)
-        options, mark = order.options, order.config["id"]
+        options, mark = request.options, request.config["id"]
         api = kube.connect(options.kubeconfig, options.context)
         namespace = options.namespace or api.namespace
         kind, name = document["kind"], document["metadata"]["name"]
@@ -127,15 +127,15 @@ class Kubernetes:
                     code=Code.KUBERNETES_CONFLICT,
                 ) from None
         handle = _handle(api, namespace, made, plan.steps[0].nodes)
-        if kind == "RayJob" and order.spec.time:  # by our own clock: the server's may differ
-            limit = {"limit": order.spec.time, "until": time.time() + order.spec.time}
+        if kind == "RayJob" and request.spec.time:  # by our own clock: the server's may differ
+            limit = {"limit": request.spec.time, "until": time.time() + request.spec.time}
             handle = replace(handle, detail={**handle.detail, **limit})
         yield handle
 
-    def strays(self, mark: str | None, spec: ClusterSpec, host: Transport) -> list[Handle]:
+    def find_orphans(self, mark: str | None, spec: ClusterSpec, host: Transport) -> list[Handle]:
         from heliostat.config.spec import members
 
-        table = spec.sites.get(self.name, {})
+        table = spec.backend_tables.get(self.name, {})
         api = kube.connect(table.get("kubeconfig"), table.get("context"))
         namespace = table.get("namespace") or api.namespace
         selector = f"{kube.LABEL}={mark}" if mark else kube.LABEL
@@ -190,7 +190,7 @@ class Kubernetes:
             time.sleep(pause)
             pause = min(1.0, pause * 1.5)
 
-    def bring_home(self, handles: Sequence[Handle], folder: Path) -> list[str]:
+    def collect_logs(self, handles: Sequence[Handle], folder: Path) -> list[str]:
         """The RayJob of a `run` that ended by itself stays, as the record of it; ours is here."""
         for handle in handles:
             if handle.detail["object"] == "RayJob":
@@ -202,13 +202,13 @@ class Kubernetes:
 
     # -- how it is
 
-    def tell(
+    def platform_status(
         self, handle: Handle, nodes: Sequence[NodeRecord], before: Mapping[str, Any], host: Transport
-    ) -> Told:
+    ) -> PlatformStatus:
         cluster = self._cluster(handle)
         made, pods = cluster.look()
         if made is None:
-            return Told(before)  # whoever observes it says that it is gone
+            return PlatformStatus(before)  # whoever observes it says that it is gone
         named = name_pods(nodes, pods, before)
         token = self._token(handle, cluster, made)
         alive = self._table(handle, cluster, named, before, token)
@@ -223,7 +223,7 @@ class Kubernetes:
                 told[name] = tell_pod(
                     pod, alive, before.get(name) or {}, replaced=name in own, now=time.time()
                 )
-        return Told(told, self._connection(cluster, made, told, alive), token)
+        return PlatformStatus(told, self._connection(cluster, made, told, alive), token)
 
     def _absent(self, made: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         if made["spec"].get("suspend"):
@@ -321,9 +321,14 @@ class Kubernetes:
                 ]
         self._patch(handle, patch)
 
-    def keep(self, handle: Handle, host: Transport, *, away: bool) -> None:
-        patch = [{"op": "add", "path": "/spec/suspend", "value": away}]
-        self._patch(handle, patch)
+    def suspend(self, handle: Handle, host: Transport) -> None:
+        self._set_suspended(handle, True)
+
+    def resume(self, handle: Handle, host: Transport) -> None:
+        self._set_suspended(handle, False)
+
+    def _set_suspended(self, handle: Handle, value: bool) -> None:
+        self._patch(handle, [{"op": "add", "path": "/spec/suspend", "value": value}])
         self._tables.pop(str(handle.detail["uid"]), None)
 
     def _patch(self, handle: Handle, patch: list[dict[str, Any]]) -> None:
@@ -347,7 +352,7 @@ class Kubernetes:
         finally:
             cluster.stale()
 
-    def renew(self, handle: Handle, node: str, told: Mapping[str, Any], host: Transport) -> None:
+    def replace_node(self, handle: Handle, node: str, told: Mapping[str, Any], host: Transport) -> None:
         cluster = self._cluster(handle)
         cluster.delete_pod(str(told["id"]))
         cluster.stale()
@@ -404,14 +409,14 @@ class Kubernetes:
     questions: ClassVar[Mapping[str, Question]] = QUESTIONS
 
     def checks(self, spec: ClusterSpec | None, host: Transport) -> list[Check]:
-        return list(checks((spec.sites.get(self.name) if spec else None) or {}))
+        return list(checks((spec.backend_tables.get(self.name) if spec else None) or {}))
 
 
 @dataclass
 class _Way:
     """A head is reached through the API server."""
 
-    site: Kubernetes
+    backend: Kubernetes
     handle: Handle
 
     def run(self, argv: Sequence[str], *, input: bytes = b"", timeout: float) -> Completed:
@@ -423,7 +428,7 @@ class _Way:
     def forward(self, host: str, port: int) -> tuple[str, int]:
         from heliostat.backends.kubernetes.proxy import forward
 
-        cluster = self.site._cluster(self.handle)
+        cluster = self.backend._cluster(self.handle)
         made, _ = cluster.look()
         if made is None:
             from heliostat.remote.ray_client import NoAnswer

@@ -53,7 +53,7 @@ def _rights(api: kube.Api, namespace: str) -> Check:
             denied = [verb for verb in verbs if not _may(api, namespace, group, resource, verb)]
             lacking += [f"{', '.join(denied)} {resource}"] if denied else []
     except HeliostatError as error:
-        return question.answer(False, f"could not be asked for: {error}", bad="warn", hint="")
+        return question.answer(False, f"could not be asked for: {error}", severity="warn", hint="")
     if lacking:
         words = f"in `{namespace}` it may not {'; '.join(lacking)}"
         return question.answer(False, words, attachment=kube.role(namespace))

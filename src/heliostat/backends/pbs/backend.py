@@ -13,7 +13,17 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from heliostat.backends import batch
-from heliostat.backends.base import Check, File, Handle, Observation, Order, Plan, Question, Step, by_name
+from heliostat.backends.base import (
+    Check,
+    File,
+    Handle,
+    LaunchRequest,
+    Observation,
+    Plan,
+    Question,
+    Step,
+    by_name,
+)
 from heliostat.backends.batch import OBSERVE_S
 from heliostat.backends.pbs import qstat as pbs_qstat
 from heliostat.backends.pbs.qstat import REFUSALS, Said, observation
@@ -99,7 +109,7 @@ class Options:
 class Pbs(batch.Batch):
     name: ClassVar[str] = "pbs"
     Options: ClassVar[type] = Options
-    letters: ClassVar[tuple[str, ...]] = ("-q",)
+    reserved_short_options: ClassVar[tuple[str, ...]] = ("-q",)
     after: ClassVar[tuple[str, ...]] = ("-W", "depend=after:HEAD")
     insists: ClassVar[bool] = True
     programs: ClassVar[tuple[str, ...]] = ("qsub", "qstat", "qdel")
@@ -139,52 +149,57 @@ class Pbs(batch.Batch):
         except HeliostatError:
             return {}
 
-    def _job(self, order: Order) -> Plan:
+    def _job(self, request: LaunchRequest) -> Plan:
         from heliostat.remote.start_script import agent_script
 
-        if "stranger" in order.facts:
-            raise pbs_qstat.stranger(order.facts["stranger"])
-        options, asked = order.options, _asked(order)
-        order = _sized(order, asked)
+        if "stranger" in request.facts:
+            raise pbs_qstat.stranger(request.facts["stranger"])
+        options, asked = request.options, _asked(request)
+        request = _sized(request, asked)
         written = _walltime(asked) or batch.parse_time(options.time, "pbs.time")
-        limit, grace = batch.times(order, written, check_fits(order, order.spec.time or written))
-        limit = limit or check_fits(order, None, default=True)
+        limit, grace = batch.times(request, written, check_fits(request, request.spec.time or written))
+        limit = limit or check_fits(request, None, default=True)
         told = {"grace_s": grace, "time_limit_s": limit, "own_clock": False, "margin_s": batch.MARGIN_S}
-        order = batch.with_config(
-            order, {**told, "hasty": True, "kill_wait_s": KILL_S, "hosts": "PBS_NODEFILE"}
+        request = batch.with_config(
+            request, {**told, "hasty": True, "kill_wait_s": KILL_S, "hosts": "PBS_NODEFILE"}
         )
-        others = [f"{order.facts['bin']}/pbsdsh" if "bin" in order.facts else "pbsdsh", "-n", "{line}", "--"]
-        suffix, config = batch.job_config(order, others, "HELIOSTAT_RANK")
+        others = [
+            f"{request.facts['bin']}/pbsdsh" if "bin" in request.facts else "pbsdsh",
+            "-n",
+            "{line}",
+            "--",
+        ]
+        suffix, config = batch.job_config(request, others, "HELIOSTAT_RANK")
         log = f"pbs{suffix}.out"
         script = agent_script(
-            order.spec.environment,
-            order.agent,
+            request.spec.environment,
+            request.agent,
             "node",
-            directives=[f"#PBS {line}" for line in _directives(order, asked, suffix, limit, log)],
-            comment=f"heliostat: {count(len(order.members), 'node')} of `{order.spec.cluster_name}`; this script is the first",
+            directives=[f"#PBS {line}" for line in _directives(request, asked, suffix, limit, log)],
+            comment=f"heliostat: {count(len(request.members), 'node')} of `{request.spec.cluster_name}`; this script is the first",
             first=[BEGAN],
             config=config,
-            python=order.python,
-            checked=not order.config.get("standalone"),
+            python=request.python,
+            checked=not request.config.get("standalone"),
         )
-        path = order.folder / f"script{suffix}.sh"
-        qsub = f"{order.facts['bin']}/qsub" if "bin" in order.facts else "qsub"
+        path = request.folder / f"script{suffix}.sh"
+        qsub = f"{request.facts['bin']}/qsub" if "bin" in request.facts else "qsub"
         # a relative path for the log: PBS takes what is before a colon for a host, and the folder is there before the job
-        there = ("sh", "-c", _IN_FOLDER, (order.folder / "logs").as_posix())
+        there = ("sh", "-c", _IN_FOLDER, (request.folder / "logs").as_posix())
         submit = (
-            ("qsub", path.as_posix()) if order.config.get("standalone") else (*there, qsub, path.as_posix())
+            ("qsub", path.as_posix()) if request.config.get("standalone") else (*there, qsub, path.as_posix())
         )
-        names = tuple(member.name for member in order.members)
+        names = tuple(member.name for member in request.members)
         return Plan(
             (File(path, script.render(), 0o700),), (Step(submit, names, {"grace_s": grace, "log": log}),)
         )
 
     # -- starting
 
-    def _place(self, order: Order) -> dict[str, Any]:
-        return {"bin": order.facts.get("bin", ""), "dialect": order.facts.get("dialect", "pbs")}
+    def _place(self, request: LaunchRequest) -> dict[str, Any]:
+        return {"bin": request.facts.get("bin", ""), "dialect": request.facts.get("dialect", "pbs")}
 
-    def strays(self, mark: str | None, spec: ClusterSpec, host: Transport) -> list[Handle]:
+    def find_orphans(self, mark: str | None, spec: ClusterSpec, host: Transport) -> list[Handle]:
         if mark is None:
             return self._strays(mark, {}, host)
         facts = self.survey(None, host)
@@ -208,11 +223,11 @@ class Pbs(batch.Batch):
                 found += [(job, str(mark))] if mark and head else []
         return found
 
-    def _submit(self, argv: Sequence[str], order: Order, host: Transport) -> str:
+    def _submit(self, argv: Sequence[str], request: LaunchRequest, host: Transport) -> str:
         done = batch.retry(lambda: batch.ask(host, argv), PASSING)
         if done.code == 0 and done.out.strip():
             return done.out.strip().splitlines()[-1]
-        raise pbs_qstat.stranger([]) if done.code == 127 else _explained(done, order)
+        raise pbs_qstat.stranger([]) if done.code == 127 else _explained(done, request)
 
     # -- looking
 
@@ -252,10 +267,10 @@ class Pbs(batch.Batch):
 # -- what is asked for
 
 
-def _asked(order: Order) -> Said:
-    options = order.options
+def _asked(request: LaunchRequest) -> Said:
+    options = request.options
     asked = pbs_qstat.said(options.select, options.place, options.extra)
-    groups, name = order.spec.kinds, order.members[0].group
+    groups, name = request.spec.kinds, request.members[0].group
     if name and len(asked.chunks) > 1 and len(asked.chunks) != groups[name].nodes:
         raise UsageError(
             f"the group `{name}` has {count(groups[name].nodes, 'node')}, its select {len(asked.chunks)}",
@@ -263,7 +278,7 @@ def _asked(order: Order) -> Said:
             code=Code.PBS_INVALID_SELECT,
         )
     place = asked.place or ("scatter:excl" if options.exclusive else "scatter")
-    if len(order.members) > 1 and "scatter" not in place:
+    if len(request.members) > 1 and "scatter" not in place:
         raise UsageError(
             f"`place={place}` cannot be used",
             cause="there is one Ray node a host",
@@ -304,32 +319,34 @@ def _chunk(member: Member, asked: Said, options: Options) -> str:
     return ":".join([*parts, *([options.chunk] if options.chunk else [])])
 
 
-def _sized(order: Order, asked: Said) -> Order:
+def _sized(request: LaunchRequest, asked: Said) -> LaunchRequest:
     """A node of a person's own select has its chunk's size, unless they say what of it Ray may use."""
     if not asked.chunks:
-        return order
+        return request
     members = []
-    for member in order.members:
-        chunk = _chunk(member, asked, order.options)
+    for member in request.members:
+        chunk = _chunk(member, asked, request.options)
         given = {
             "cpus": pbs_qstat.number(chunk, "ncpus"),
-            "gpus": pbs_qstat.number(chunk, order.options.gpu),
+            "gpus": pbs_qstat.number(chunk, request.options.gpu),
             "memory": pbs_qstat.memory(chunk),
         }
         more = {key: value for key, value in given.items() if getattr(member, key) is None}
         members.append(member.model_copy(update=more))
-    return replace(order, members=members)
+    return replace(request, members=members)
 
 
-def _directives(order: Order, asked: Said, suffix: str, limit: int | None, log: str) -> Iterator[str]:
+def _directives(
+    request: LaunchRequest, asked: Said, suffix: str, limit: int | None, log: str
+) -> Iterator[str]:
     from heliostat.common.shell import quote
 
-    options, by_hand = order.options, bool(order.config.get("standalone"))
-    chunks = [_chunk(member, asked, options) for member in order.members]
-    yield quote(["-N", order.spec.cluster_name + suffix])
+    options, by_hand = request.options, bool(request.config.get("standalone"))
+    chunks = [_chunk(member, asked, options) for member in request.members]
+    yield quote(["-N", request.spec.cluster_name + suffix])
     if not by_hand:
-        yield f"-v HELIOSTAT_JOB={batch.mark_of(order.config['mark'], suffix)}"
-    if order.facts.get("dialect") == "torque":
+        yield f"-v HELIOSTAT_JOB={batch.mark_of(request.config['mark'], suffix)}"
+    if request.facts.get("dialect") == "torque":
         yield f"-l nodes={pbs_qstat.render([c.replace('ncpus=', 'ppn=') for c in chunks])}"
     else:
         yield quote(["-l", f"select={pbs_qstat.render(chunks)}"])
@@ -337,7 +354,7 @@ def _directives(order: Order, asked: Said, suffix: str, limit: int | None, log: 
     if limit is not None:
         yield f"-l walltime={limit // 3600:02d}:{limit // 60 % 60:02d}:{limit % 60:02d}"
     yield "-j oe"
-    if order.facts.get("dialect") != "torque":
+    if request.facts.get("dialect") != "torque":
         yield "-k oed"  # written where it belongs while it runs: nothing is spooled, nothing copied at the end
     if not by_hand:
         yield f"-o {log}"
@@ -368,12 +385,12 @@ def queues(text: str, server: str) -> dict[str, Any]:
     return {"queues": found, "queue": names[0] if names else None} if found else {}
 
 
-def check_fits(order: Order, limit: int | None, default: bool = False) -> int | None:
+def check_fits(request: LaunchRequest, limit: int | None, default: bool = False) -> int | None:
     """Refuses what the queue can never take, before anything is asked for. The queue's time limit, if any; `default`: what a
     job has there that names none."""
-    known = order.facts.get("queues")
-    said = [w[2:] for w in pbs_qstat.said(None, None, order.options.extra).rest if w.startswith("-q")]
-    wanted = said[-1] if said else order.options.queue or order.facts.get("queue")
+    known = request.facts.get("queues")
+    said = [w[2:] for w in pbs_qstat.said(None, None, request.options.extra).rest if w.startswith("-q")]
+    wanted = said[-1] if said else request.options.queue or request.facts.get("queue")
     if not known or wanted is None or "@" in wanted or wanted.startswith("R"):
         return None  # R123 is a reservation
     if wanted not in known:
@@ -388,9 +405,9 @@ def check_fits(order: Order, limit: int | None, default: bool = False) -> int | 
         raise UsageError(f"the queue `{wanted}` takes no jobs now", hint=hint, code=Code.PBS_QUEUE_DISABLED)
     if entry["route"]:
         return None
-    if isinstance(entry["nodes"], int) and len(order.members) > entry["nodes"]:
+    if isinstance(entry["nodes"], int) and len(request.members) > entry["nodes"]:
         raise UsageError(
-            f"the queue `{wanted}` lets one job have {count(entry['nodes'], 'node')}, {len(order.members)} are asked for",
+            f"the queue `{wanted}` lets one job have {count(entry['nodes'], 'node')}, {len(request.members)} are asked for",
             hint=f"--nodes {entry['nodes']}",
             code=Code.PBS_NODE_COUNT,
         )
@@ -453,20 +470,20 @@ def _answer(code: int, text: str, torque: bool) -> Observation:
     return Observation(N.UNKNOWN, f"PBS does not answer: {last}")
 
 
-def _explained(done: Completed, order: Order) -> HeliostatError:
+def _explained(done: Completed, request: LaunchRequest) -> HeliostatError:
     """qsub's refusal in words, with what would have worked."""
     code, means, hint = REFUSALS.get(done.code, (Code.PBS_REJECTED, "", ""))
     unknown = re.search(r"Unknown resource:? *(\S+)", done.err)
-    if done.code == 170 and order.facts.get("queues"):
-        hint = f"queues here: {', '.join(order.facts['queues'])}"
-    elif unknown and unknown[1] == order.options.gpu:
+    if done.code == 170 and request.facts.get("queues"):
+        hint = f"queues here: {', '.join(request.facts['queues'])}"
+    elif unknown and unknown[1] == request.options.gpu:
         hint = f"the site calls its GPUs something else than `{unknown[1]}`: pbs.gpu in the file"
     elif unknown:
         hint = f"this site has no resource `{unknown[1]}`: qmgr -c 'list resource'"
     elif done.code == 2:
         code = Code.PBS_INVALID_OPTION
         hint = "heliostat run --help; man qsub"
-    what = f"PBS did not take the job of `{order.spec.cluster_name}`"
+    what = f"PBS did not take the job of `{request.spec.cluster_name}`"
     error = batch.refused(done, what, code, hint or "heliostat up --dry-run shows the script")
     error.cause = f"{error.cause} ({means})" if means and error.cause else error.cause or means
     return error
@@ -506,7 +523,7 @@ def _server(place: str, host: Transport) -> Check:
         done = host.run(["sh", "-c", _QUEUES, "sh", place], timeout=60)
     except HeliostatError as error:
         hint = "a slow server is waited for; a dead one is the site's"
-        return ask.answer(False, str(error), bad="warn", hint=hint)
+        return ask.answer(False, str(error), severity="warn", hint=hint)
     said = dict(_sections(done.out))
     known = queues(said.get("queues", ""), said.get("server", "")).get("queues") or {}
     took = format_duration(time.monotonic() - began)

@@ -11,7 +11,17 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from heliostat.backends import batch
-from heliostat.backends.base import Check, File, Handle, Observation, Order, Plan, Question, Step, by_name
+from heliostat.backends.base import (
+    Check,
+    File,
+    Handle,
+    LaunchRequest,
+    Observation,
+    Plan,
+    Question,
+    Step,
+    by_name,
+)
 from heliostat.backends.batch import DAY_S, OBSERVE_S
 from heliostat.backends.slurm.states import HINTS, IN_TURN, LONG_OPTIONS, observation, rejection
 from heliostat.common.errors import Code, HeliostatError, UsageError
@@ -133,62 +143,64 @@ class Slurm(batch.Batch):
             facts["partition"] = os.environ["SBATCH_PARTITION"]  # sbatch takes it where nothing else is said
         return facts
 
-    def _job(self, order: Order) -> Plan:
+    def _job(self, request: LaunchRequest) -> Plan:
         from heliostat.remote.start_script import agent_script
 
-        spec, options = order.spec, order.options
+        spec, options = request.spec, request.options
         said = batch.parse_time(options.time, "slurm.time")
-        limit, grace = batch.times(order, said, check_fits(order, spec.time or said))
+        limit, grace = batch.times(request, said, check_fits(request, spec.time or said))
         told = {"grace_s": grace, "time_limit_s": limit, "own_clock": False}
-        if "kill_wait_s" in order.facts:
-            told["kill_wait_s"] = order.facts["kill_wait_s"]
-        order = batch.with_config(order, {**told, **self._broadcast(order)})
-        python = agent_script(spec.environment, order.agent, "node", python=order.python).command
-        suffix, config = batch.job_config(order, self._step(order, python), "SLURM_PROCID")
+        if "kill_wait_s" in request.facts:
+            told["kill_wait_s"] = request.facts["kill_wait_s"]
+        request = batch.with_config(request, {**told, **self._broadcast(request)})
+        python = agent_script(spec.environment, request.agent, "node", python=request.python).command
+        suffix, config = batch.job_config(request, self._step(request, python), "SLURM_PROCID")
         script = agent_script(
             spec.environment,
-            order.agent,
+            request.agent,
             "node",
-            directives=[f"#SBATCH {line}" for line in self._directives(order, suffix, limit, grace)],
-            comment=f"heliostat: {count(len(order.members), 'node')} of `{spec.cluster_name}`; this script is the first",
+            directives=[f"#SBATCH {line}" for line in self._directives(request, suffix, limit, grace)],
+            comment=f"heliostat: {count(len(request.members), 'node')} of `{spec.cluster_name}`; this script is the first",
             config=config,
-            python=order.python,
-            checked=not order.config.get("standalone"),
+            python=request.python,
+            checked=not request.config.get("standalone"),
         )
-        path = order.folder / f"script{suffix}.sh"
+        path = request.folder / f"script{suffix}.sh"
         submit = ("sbatch", "--parsable", *_where(_clusters(options)), path.as_posix())
-        names = tuple(member.name for member in order.members)
+        names = tuple(member.name for member in request.members)
         return Plan((File(path, script.render(), 0o700),), (Step(submit, names, {"grace_s": grace}),))
 
-    def _step(self, order: Order, agent: Sequence[str]) -> list[str]:
+    def _step(self, request: LaunchRequest, agent: Sequence[str]) -> list[str]:
         """Starts the agents of all nodes but the first, at once. Plain, so that 20.11 and 25 both take it."""
-        rest = len(order.members) - 1
+        rest = len(request.members) - 1
         return [
             "bash", "-c", SRUN, "srun", "--overlap", "--mpi=none", "--relative=1", f"--nodes={rest}", f"--ntasks={rest}", "--ntasks-per-node=1",
             "--cpu-bind=none", "--kill-on-bad-exit=0", "--no-kill", "--wait=0", "--input=all", "--export=ALL", *agent,
         ]  # fmt: skip
 
-    def _broadcast(self, order: Order) -> dict[str, object]:
+    def _broadcast(self, request: LaunchRequest) -> dict[str, object]:
         """How one file comes to all nodes of the job, read once and passed on from node to node, and how it goes."""
-        count = len(order.members)
-        if not order.config.get("stage") or count == 1:
+        count = len(request.members)
+        if not request.config.get("stage") or count == 1:
             return {}
         everywhere = [
             "srun", "--overlap", "--mpi=none", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1",
         ]  # fmt: skip
         return {"broadcast": {"copy": ["sbcast"], "remove": [*everywhere, "rm", "-f"]}}
 
-    def _directives(self, order: Order, suffix: str, limit: int | None, grace: int) -> Iterator[str]:
+    def _directives(
+        self, request: LaunchRequest, suffix: str, limit: int | None, grace: int
+    ) -> Iterator[str]:
         from heliostat.common.shell import directive
 
-        options, size = order.options, len(order.members)
-        name = order.spec.cluster_name + suffix
+        options, size = request.options, len(request.members)
+        name = request.spec.cluster_name + suffix
         yield directive(f"--job-name={name}")
-        yield directive(f"--comment={batch.mark_of(order.config['mark'], suffix)}")
+        yield directive(f"--comment={batch.mark_of(request.config['mark'], suffix)}")
         yield f"--nodes={size}"
         yield "--ntasks-per-node=1"
-        logs = (order.folder / "logs").as_posix().replace("%", "%%")  # a percent sign has a meaning there
-        place = f"{name}-%j.out" if order.config.get("standalone") else f"{logs}/slurm{suffix}-%j.out"
+        logs = (request.folder / "logs").as_posix().replace("%", "%%")  # a percent sign has a meaning there
+        place = f"{name}-%j.out" if request.config.get("standalone") else f"{logs}/slurm{suffix}-%j.out"
         yield directive(f"--output={place}")
         yield "--open-mode=append"
         if limit is not None:
@@ -197,7 +209,7 @@ class Slurm(batch.Batch):
         yield "--requeue" if options.requeue else "--no-requeue"
         if size > 1:
             yield "--no-kill"  # Ray lives on when a worker's machine is lost
-        members = order.members
+        members = request.members
         cpus = {m.cpus for m in members if m.cpus is not None and m.cpus > 0}
         if cpus:
             yield f"--cpus-per-task={max(cpus)}"
@@ -218,11 +230,13 @@ class Slurm(batch.Batch):
 
     # -- starting
 
-    def _place(self, order: Order) -> dict[str, Any]:
-        return {"clusters": _clusters(order.options)}
+    def _place(self, request: LaunchRequest) -> dict[str, Any]:
+        return {"clusters": _clusters(request.options)}
 
-    def strays(self, mark: str | None, spec: ClusterSpec, host: Transport) -> list[Handle]:
-        return self._strays(mark, {"clusters": _clusters(Options(**spec.sites.get(self.name, {})))}, host)
+    def find_orphans(self, mark: str | None, spec: ClusterSpec, host: Transport) -> list[Handle]:
+        return self._strays(
+            mark, {"clusters": _clusters(Options(**spec.backend_tables.get(self.name, {})))}, host
+        )
 
     def _marked(self, place: Mapping[str, Any], host: Transport) -> list[tuple[str, str]]:
         argv = ["squeue", "--me", "--noheader", "--format=%i|%k", *_where(place["clusters"])]
@@ -232,11 +246,11 @@ class Slurm(batch.Batch):
         lines = [line.strip().partition("|") for line in done.out.splitlines()]
         return [(job, comment) for job, _, comment in lines]
 
-    def _submit(self, argv: Sequence[str], order: Order, host: Transport) -> str:
+    def _submit(self, argv: Sequence[str], request: LaunchRequest, host: Transport) -> str:
         done = batch.retry(lambda: batch.ask(host, argv), PASSING)
         if done.code == 0:
             return done.out.strip().splitlines()[-1].partition(";")[0]
-        raise _explained(done, order, host)
+        raise _explained(done, request, host)
 
     # -- looking
 
@@ -333,12 +347,12 @@ def _limit(text: str) -> int | None:
         return None  # infinite
 
 
-def check_fits(order: Order, limit: int | None) -> int | None:
+def check_fits(request: LaunchRequest, limit: int | None) -> int | None:
     """Refuses what the partition can never run, before anything is asked for. The partition's time limit, if any."""
-    known = order.facts.get("partitions")
+    known = request.facts.get("partitions")
     if not known:
         return None
-    wanted = _partition(order.options) or order.facts.get("partition")
+    wanted = _partition(request.options) or request.facts.get("partition")
     if wanted is None:
         wanted = next((name for name, entry in known.items() if entry["default"]), None)
     if wanted is None or "," in wanted:
@@ -350,17 +364,17 @@ def check_fits(order: Order, limit: int | None) -> int | None:
             code=Code.SLURM_INVALID_PARTITION,
         )
     entry = known[wanted]
-    others = [name for name, e in known.items() if e["up"] and _most(e) >= len(order.members)]
+    others = [name for name, e in known.items() if e["up"] and _most(e) >= len(request.members)]
     if not entry["up"]:
         raise UsageError(
             f"the partition `{wanted}` is down",
             hint=f"partitions that are up: {', '.join(others)}",
             code=Code.SLURM_PARTITION_DOWN,
         )
-    if len(order.members) > _most(entry):
+    if len(request.members) > _most(entry):
         lets = "has" if _most(entry) == entry["nodes"] else "lets one job have"
         raise UsageError(
-            f"the partition `{wanted}` {lets} {count(_most(entry), 'node')}, {len(order.members)} are asked for",
+            f"the partition `{wanted}` {lets} {count(_most(entry), 'node')}, {len(request.members)} are asked for",
             cause="; ".join(entry["kinds"]),
             hint=f"--nodes {_most(entry)}" + (f", or --partition={others[0]}" if others else ""),
             code=Code.SLURM_NODE_COUNT,
@@ -421,14 +435,14 @@ def _squeue(handles: Sequence[Handle], *more: str) -> list[str]:
     return ["squeue", "--noheader", "--states=all", *_where(_of(handles)), f"--jobs={jobs}", *more]
 
 
-def _explained(done: Completed, order: Order, host: Transport) -> HeliostatError:
+def _explained(done: Completed, request: LaunchRequest, host: Transport) -> HeliostatError:
     """The error for a job that sbatch rejected, with a hint to what the site accepts."""
     code = rejection(done.err)
-    message = f"SLURM did not take the job of `{order.spec.cluster_name}`"
-    return batch.refused(done, message, code, _hint(code, order, host))
+    message = f"SLURM did not take the job of `{request.spec.cluster_name}`"
+    return batch.refused(done, message, code, _hint(code, request, host))
 
 
-def _hint(code: Code, order: Order, host: Transport) -> str:
+def _hint(code: Code, request: LaunchRequest, host: Transport) -> str:
     sacctmgr = ["sacctmgr", "--noheader", "--parsable2", "show"]
     if code is Code.SLURM_INVALID_PARTITION:
         return f"partitions here: {_names(host, ['sinfo', '--noheader', '--format=%R'])}"
@@ -438,12 +452,12 @@ def _hint(code: Code, order: Order, host: Transport) -> str:
     if code is Code.SLURM_TIME_LIMIT:
         return f"limits: {_names(host, ['sinfo', '--noheader', '--format=%R %l'])}"
     if code in (Code.SLURM_NODE_CONFIGURATION, Code.SLURM_NODE_COUNT):
-        wanted, known = _partition(order.options), order.facts.get("partitions") or {}
+        wanted, known = _partition(request.options), request.facts.get("partitions") or {}
         entries = {n: e for n, e in known.items() if n == wanted or (wanted is None and e["default"])}
         kinds = "; ".join(f"`{n}` has {', '.join(e['kinds'])}" for n, e in entries.items())
         return kinds or "sinfo -o '%P %D %c %m %G'"
     if code is Code.SLURM_INVALID_OPTION:
-        given = next(iter(order.options.extra), "").partition("=")[0]
+        given = next(iter(request.options.extra), "").partition("=")[0]
         near = difflib.get_close_matches(given, [*SBATCH, *OWNED, *FLAGS], n=1)
         return f"did you mean `{near[0]}`?" if near else "heliostat run --help; sbatch --help"
     if code is Code.SLURM_INVALID_QOS:
@@ -481,7 +495,7 @@ def checks(host: Transport) -> list[Check]:
         lines = "; ".join(done.out.strip().splitlines())[:300]
         found.append(ask.answer(done.code == 0, lines or f"{done.err.strip()[:200]} after {took}"))
     except HeliostatError as error:
-        found.append(ask.answer(False, str(error), bad="warn"))
+        found.append(ask.answer(False, str(error), severity="warn"))
     return found
 
 

@@ -17,7 +17,7 @@ LOG_IN = {
 }
 
 
-# pattern of the error's text (or of its class name), code, hint; fields: {site}, {where}, {log_in}
+# pattern of the error's text (or of its class name), code, hint; fields: {backend}, {where}, {log_in}
 HINTS: tuple[tuple[str, Code, str], ...] = (
     (r"Unable to locate credentials|NoCredentials|CredentialUnavailable|DefaultCredentials|PartialCredentials"
      r"|AuthFailure|InvalidClientTokenId|ExpiredToken|RefreshError|SignatureDoesNotMatch|azureProfile|DefaultAzureCredential|ClientAuthentication", Code.CLOUD_CREDENTIALS, "{log_in}"),
@@ -26,13 +26,13 @@ HINTS: tuple[tuple[str, Code, str], ...] = (
     (r"InsufficientInstanceCapacity|ZONE_RESOURCE_POOL_EXHAUSTED|SkuNotAvailable|AllocationFailed",
      Code.CLOUD_CAPACITY, "another of the `zones`, another `instance`, or later"),
     (r"Could not connect to the endpoint URL|EndpointConnectionError|InvalidRegion|Invalid value for field 'region'"
-     r"|LocationNotAvailable", Code.CLOUD_REGION, "is `{where}` a region of {site}, and can this machine reach it?"),
-    (r"iam:\w+|iam\.", Code.CLOUD_IAM, "name an instance profile that exists in {site}.profile, or ask for rights to make roles"),
+     r"|LocationNotAvailable", Code.CLOUD_REGION, "is `{where}` a region of {backend}, and can this machine reach it?"),
+    (r"iam:\w+|iam\.", Code.CLOUD_IAM, "name an instance profile that exists in {backend}.profile, or ask for rights to make roles"),
     (r"UnauthorizedOperation|AccessDenied|AuthorizationFailed|PERMISSION_DENIED|does not have permission",
      Code.CLOUD_PERMISSION, "ask whoever runs the account for the right that is named above"),
-    (r"InvalidAMIID|image .* not found|ImageNotFound", Code.CLOUD_IMAGE, "{site}.image must name an image of {where}"),
-    (r"InvalidKeyPair", Code.CLOUD_KEY_PAIR, "{site}.key_name must name a key pair of {where}, or leave it out: one is made"),
-    (r"InvalidSubnet|No usable subnets|InvalidVpc", Code.CLOUD_NETWORK, "{site}.subnets: [subnet-…] of {where}, with public addresses"),
+    (r"InvalidAMIID|image .* not found|ImageNotFound", Code.CLOUD_IMAGE, "{backend}.image must name an image of {where}"),
+    (r"InvalidKeyPair", Code.CLOUD_KEY_PAIR, "{backend}.key_name must name a key pair of {where}, or leave it out: one is made"),
+    (r"InvalidSubnet|No usable subnets|InvalidVpc", Code.CLOUD_NETWORK, "{backend}.subnets: [subnet-…] of {where}, with public addresses"),
     (r"Unsupported|InvalidInstanceType|machineType", Code.CLOUD_INSTANCE_TYPE, "is that `instance` offered in {where}?"),
 )  # fmt: skip
 
@@ -59,24 +59,24 @@ def last_words(error: BaseException) -> str:
 
 def explain(error: BaseException, config: Mapping[str, Any]) -> dict[str, str]:
     provider = config["provider"]
-    site = str(provider["type"])
+    backend = str(provider["type"])
     if isinstance(error, HeliostatError):
         return {key: str(getattr(error, key)) for key in ("code", "message", "cause", "hint")}
     said = whole(error)
     if isinstance(error, ImportError) or "ModuleNotFoundError" in said:
-        name = getattr(error, "name", None) or PACKAGES.get(site, "")
+        name = getattr(error, "name", None) or PACKAGES.get(backend, "")
         return {
             "code": Code.CLOUD_MISSING_PACKAGE,
-            "message": f"the site `{site}` needs packages that are not here",
+            "message": f"the site `{backend}` needs packages that are not here",
             "cause": last_words(error) or f"no module `{name}`",
-            "hint": f"pip install 'heliostat[{site}]'",
+            "hint": f"pip install 'heliostat[{backend}]'",
         }
     where = str(provider.get("region") or provider.get("location") or "that region")
     found = ((code, hint) for pattern, code, hint in HINTS if re.search(pattern, said))
     code, hint = next(found, (Code.CLOUD_FAILED, ""))
     return {
         "code": code,
-        "message": f"`{site}` did not do what was asked",
+        "message": f"`{backend}` did not do what was asked",
         "cause": last_words(error),
-        "hint": hint.format(site=site, where=where, log_in=LOG_IN.get(site, "")),
+        "hint": hint.format(backend=backend, where=where, log_in=LOG_IN.get(backend, "")),
     }

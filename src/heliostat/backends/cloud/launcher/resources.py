@@ -47,27 +47,27 @@ def remove(own: Mapping[str, Any]) -> list[str]:
     """Idempotent. Raises Refused when something of ours is still there."""
     for name in ("", ".pub") if own["key_made"] else ():
         Path(own["key_file"] + name).unlink(missing_ok=True)
-    return _aws_remove(own) if own["site"] == "aws" else []
+    return _aws_remove(own) if own["backend"] == "aws" else []
 
 
 def stays(config: Json, own: Mapping[str, Any] | None) -> list[str]:
     """What a person should know to be there still."""
     provider = config["provider"]
-    site, said = provider["type"], []
+    backend, said = provider["type"], []
     if provider.get("cache_stopped_nodes", True):
         said.append(
             "its instances are stopped, not terminated, as the file says (cache_stopped_nodes): disks cost"
         )
-    if site == "aws" and own is None:
+    if backend == "aws" and own is None:
         group = f"ray-autoscaler-{config['cluster_name']}"
         said.append(
             f"what Ray made in the account stays: a security group {group}, a key pair, a role ray-autoscaler-v1"
         )
-    if site == "gcp":
+    if backend == "gcp":
         said.append(
             "the service account ray-autoscaler-sa-v1 stays: all Ray clusters of the project share it"
         )
-    if site == "azure":
+    if backend == "azure":
         said.append(
             f"the resource group {provider['resource_group']} stays: it may hold more than this cluster"
         )
