@@ -355,7 +355,9 @@ def test_google_takes_what_we_write(google: FakeGcp, tmp_path: Path, monkeypatch
         "gpu": {"nodes": 1, "gpus": 1, "options": {"instance": "n1-standard-8", "gpu": "nvidia-tesla-t4"}}
     }
     values = {"on": "gcp", "name": "lab", "groups": groups, "gcp": table}
-    _, plan = planner.plan(ClusterFolder(tmp_path), config.check(values, {}, backends.names()), cluster_id=MARK)
+    _, plan = planner.plan(
+        ClusterFolder(tmp_path), config.check(values, {}, backends.names()), cluster_id=MARK
+    )
     request = json.loads(json.dumps(plan.steps[0].config))
     made = request["config"]
     made["file_mounts"] = {}

@@ -78,7 +78,7 @@ def test_hosts_of_the_configuration(home: Path) -> None:
 
 def test_a_file_for_hosts(home: Path) -> None:
     found = discover(Machine(), home, {})
-    assert list(found.sites) == ["ssh", "local"] and choose(found, None) == "ssh"
+    assert list(found.available) == ["ssh", "local"] and choose(found, None) == "ssh"
     spec = accepted(render_spec_file(found, "ssh", "My lab (2)"), home)
     assert spec.cluster_name == "My-lab-2" and spec.environment.venv == "~/venvs/ray"
     assert [h.node for h in spec.hosts] == [
@@ -110,7 +110,7 @@ def test_a_controller_that_does_not_answer(home: Path) -> None:
 
 def test_a_file_for_this_computer(tmp_path: Path) -> None:
     found = discover(Machine(**{"nvidia-smi": "NVIDIA A\nNVIDIA A\nNVIDIA B\n"}), tmp_path, {})
-    assert list(found.sites) == ["local"]
+    assert list(found.available) == ["local"]
     text = render_spec_file(found, "local", "é")
     assert "# NVIDIA A, NVIDIA B" in text
     spec = accepted(text, tmp_path)
@@ -122,9 +122,9 @@ def test_a_qstat_is_not_always_that_of_pbs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, is_pbs: bool
 ) -> None:
     found = discover(Machine(qsub="", qstat=said), tmp_path, {})
-    assert ("pbs" in found.sites) == (is_pbs and "pbs" in backends.names())
+    assert ("pbs" in found.available) == (is_pbs and "pbs" in backends.names())
     monkeypatch.setattr(discovery.backends, "names", lambda: ["local", "pbs"])
-    assert ("pbs" in discover(Machine(qsub="", qstat=said), tmp_path, {}).sites) == is_pbs
+    assert ("pbs" in discover(Machine(qsub="", qstat=said), tmp_path, {}).available) == is_pbs
 
 
 KUBE = """
@@ -145,8 +145,8 @@ def test_a_file_for_kubernetes(tmp_path: Path) -> None:
     kubeconfig(tmp_path / ".kube")
     machine = Machine()
     found = discover(machine, tmp_path, {})
-    assert list(found.sites) == ["kubernetes", "local"] and choose(found, None) == "kubernetes"
-    assert found.sites["kubernetes"] == "the context arn:aws:eks:eu-west-1:1:cluster/lab, namespace ml"
+    assert list(found.available) == ["kubernetes", "local"] and choose(found, None) == "kubernetes"
+    assert found.available["kubernetes"] == "the context arn:aws:eks:eu-west-1:1:cluster/lab, namespace ml"
     text = render_spec_file(found, "kubernetes", "2. My Lab (É)")
     assert "others there: bare" in text and "idle" not in text
     spec = accepted(text, tmp_path)
@@ -173,7 +173,7 @@ def test_several_kubeconfigs(tmp_path: Path) -> None:
     both = os.pathsep.join(["", str(tmp_path / "nothing"), first, second])
     found = discover(Machine(), tmp_path, {"KUBECONFIG": both})
     assert (found.context, found.namespace, found.contexts) == ("b", "three", ("a", "b"))
-    assert "kubernetes" not in discover(Machine(), tmp_path, {"KUBECONFIG": first}).sites, (
+    assert "kubernetes" not in discover(Machine(), tmp_path, {"KUBECONFIG": first}).available, (
         "it has no such context"
     )
 
@@ -187,7 +187,7 @@ def test_several_kubeconfigs(tmp_path: Path) -> None:
 )
 def test_a_kubeconfig_that_says_nothing(tmp_path: Path, text: str) -> None:
     found = discover(Machine(), tmp_path, {"KUBECONFIG": kubeconfig(tmp_path, text)})
-    assert list(found.sites) == ["local"]
+    assert list(found.available) == ["local"]
     with pytest.raises(UsageError, match="nothing of `kubernetes` is found here") as caught:
         choose(found, "kubernetes")
     assert "KUBECONFIG" in caught.value.because
@@ -195,14 +195,14 @@ def test_a_kubeconfig_that_says_nothing(tmp_path: Path, text: str) -> None:
 
 def test_a_kubeconfig_that_is_no_file(tmp_path: Path) -> None:
     for path in (str(tmp_path), str(tmp_path / "nothing"), "~nobody-of-this-name/x"):
-        assert "kubernetes" not in discover(Machine(), tmp_path, {"KUBECONFIG": path}).sites
+        assert "kubernetes" not in discover(Machine(), tmp_path, {"KUBECONFIG": path}).available
 
 
 def test_a_kubeconfig_counts_where_there_is_a_backend(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(discovery.backends, "names", lambda: ["local"])
-    assert list(discover(Machine(), tmp_path, {"KUBECONFIG": kubeconfig(tmp_path)}).sites) == ["local"]
+    assert list(discover(Machine(), tmp_path, {"KUBECONFIG": kubeconfig(tmp_path)}).available) == ["local"]
 
 
 def test_a_site_that_is_not_here() -> None:

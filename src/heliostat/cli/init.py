@@ -52,11 +52,11 @@ def command(out: Output, /, on: str | None, force: bool) -> None:
                 "file": str(path),
                 "site": site,
                 "name": name,
-                "found": dict(found.sites),
+                "found": dict(found.available),
                 "next": [line for _, line in after.values()],
             }
         )
-    for where, words in found.sites.items():
+    for where, words in found.available.items():
         out.say(f"found {where}: {words}")
     out.say(f"wrote {config.FILE} for `{site}`; read it, then:")
     for what, line in after.values():

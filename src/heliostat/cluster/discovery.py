@@ -30,7 +30,7 @@ MAX_CONTEXTS = 8
 class Found:
     """The backends that were found, with a description each, and the values for the file."""
 
-    sites: Mapping[str, str]
+    available: Mapping[str, str]
     partition: str | None = None
     partitions: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ()
@@ -44,26 +44,30 @@ class Found:
 def discover(here: Transport, home: Path, environ: Mapping[str, str] = os.environ) -> Found:
     """The backends that can be used from this machine; `local` always can."""
     partition, partitions = None, []
-    sites: dict[str, str] = {}
+    available: dict[str, str] = {}
     if version := _output(here, ["sbatch", "--version"]):
-        sites["slurm"] = version
+        available["slurm"] = version
         for line in _output(here, ["sinfo", "--noheader", "--format=%P"]).splitlines():
             name = line.strip().rstrip("*")
             partitions.append(name)
             partition = name if line.strip().endswith("*") else partition
     # `qsub` alone is not evidence: Grid Engine has one too
     if (version := _output(here, ["qstat", "--version"])) and "pbs_version" in version.lower():
-        sites["pbs"] = version
+        available["pbs"] = version
     context, contexts = kube_contexts(environ.get("KUBECONFIG") or str(home / ".kube" / "config"))
     namespace = contexts.get(context or "")
     if context:
-        sites["kubernetes"] = f"the context {context}" + (f", namespace {namespace}" if namespace else "")
+        available["kubernetes"] = f"the context {context}" + (f", namespace {namespace}" if namespace else "")
     hosts, jump_hosts = ssh_hosts(home / ".ssh" / "config")
     if hosts:
-        sites["ssh"] = f"{count(len(hosts), 'host')} in ~/.ssh/config"
+        available["ssh"] = f"{count(len(hosts), 'host')} in ~/.ssh/config"
     gpus = _output(here, ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]).splitlines()
-    sites["local"] = f"this computer, {count(os.cpu_count() or 1, 'CPU')}, {count(len(gpus), 'GPU')}"
-    known = {site: sites[site] for site in PREFERENCE if site in sites and site in backends.names()}
+    available["local"] = f"this computer, {count(os.cpu_count() or 1, 'CPU')}, {count(len(gpus), 'GPU')}"
+    known = {
+        backend: available[backend]
+        for backend in PREFERENCE
+        if backend in available and backend in backends.names()
+    }
     unique = tuple(dict.fromkeys(partitions))
     return Found(
         known,
@@ -136,9 +140,9 @@ def _lines(path: Path, folder: Path, depth: int) -> list[tuple[str, list[str]]]:
 def choose(found: Found, wanted: str | None) -> str:
     """The backend of the file: the wanted one, else the most capable. Raises UsageError if it was not found."""
     if wanted is None:
-        return next(iter(found.sites))
+        return next(iter(found.available))
     backends.load(wanted)
-    if wanted not in found.sites:
+    if wanted not in found.available:
         why = {
             "ssh": "~/.ssh/config names no host",
             "slurm": "`sbatch` does not answer on this machine",
@@ -148,37 +152,37 @@ def choose(found: Found, wanted: str | None) -> str:
         raise UsageError(
             f"nothing of `{wanted}` is found here",
             because=why.get(wanted, ""),
-            hint=f"heliostat init --on {next(iter(found.sites))}",
+            hint=f"heliostat init --on {next(iter(found.available))}",
         )
     return wanted
 
 
-def render_spec_file(found: Found, site: str, directory: str) -> str:
+def render_spec_file(found: Found, backend: str, directory: str) -> str:
     """The text of the first `heliostat.yaml`."""
     name = re.sub(r"[^A-Za-z0-9]+", "-", directory).strip("-")[:40].strip("-")
-    if site == "kubernetes":
+    if backend == "kubernetes":
         name = name.lower().lstrip("-0123456789")  # the name becomes part of host names
-    name = name if NAME.fullmatch(name) else site
+    name = name if NAME.fullmatch(name) else backend
     lines = [
         "# What `heliostat up` starts, and `heliostat run SCRIPT.py` for one script. All keys: heliostat schema",
         _line(f"name: {_plain(name)}", f"heliostat status {name}"),
-        _line(f"on: {site}", _where(found, site)),
+        _line(f"on: {backend}", _where(found, backend)),
     ]
-    if site == "ssh":
+    if backend == "ssh":
         lines += _hosts(found)
     else:
-        lines.append(_line("nodes: 1" if site == "local" else "nodes: 2", "in all, the head included"))
-    if site == "kubernetes":
+        lines.append(_line("nodes: 1" if backend == "local" else "nodes: 2", "in all, the head included"))
+    if backend == "kubernetes":
         return "\n".join([*lines, *_kubernetes(found)]) + "\n"
-    if site == "local" and found.gpus:
+    if backend == "local" and found.gpus:
         lines.append(_line(f"gpus_per_node: {len(found.gpus)}", ", ".join(dict.fromkeys(found.gpus))))
-    if site == "slurm" and found.partition:
+    if backend == "slurm" and found.partition:
         others = [other for other in found.partitions if other != found.partition]
         also = f"; others here: {', '.join(others)}" if others else ""
         lines += ["slurm:", _line(f"  partition: {_plain(found.partition)}", f"SLURM's default{also}")]
-    if site not in ("local", "ssh"):
+    if backend not in ("local", "ssh"):
         lines.append(_line('# time: "4:00:00"', "how long it may live; else as long as the site lets it"))
-    if site == "ssh":
+    if backend == "ssh":
         lines += [
             "environment:",
             _line("  venv: ~/venvs/ray", "on each host; `heliostat setup` makes it"),
@@ -206,8 +210,8 @@ def _plain(text: str) -> str:
     return text if is_plain else json.dumps(text)
 
 
-def _where(found: Found, site: str) -> str:
-    others = [other for other in found.sites if other != site]
+def _where(found: Found, backend: str) -> str:
+    others = [other for other in found.available if other != backend]
     also = f"; also found here: {', '.join(others)}" if others else ""
     return f"where the machines come from{also}"
 

@@ -91,7 +91,7 @@ def told(folder: ClusterFolder, fake: Fake) -> PlatformSync:
 
 
 def pull(told: PlatformSync, record: Record) -> dict[str, dict[str, Any]]:
-    told.again()
+    told.invalidate()
     told.pull(record)
     return dict(told.folder.state()["nodes"])
 
@@ -223,11 +223,11 @@ def test_who_looks_often_asks_at_the_platforms_pace(told: PlatformSync, record: 
     told.pull(record)
     told.pull(record)
     assert len(fake.asked) == 1
-    told.again()
+    told.invalidate()
     told.pull(record)
     assert len(fake.asked) == 2
     fake.no = HeliostatError("it does not answer")
-    told.again()
+    told.invalidate()
     with pytest.raises(HeliostatError):
         told.pull(record)
     told.pull(record)
