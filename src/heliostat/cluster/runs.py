@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -121,7 +122,7 @@ class Runs:
             self._terminator.release(folder)
             return code
         except KeyboardInterrupt:
-            stop = lambda: self._stop_job(name, kept, tee)  # noqa: E731
+            stop = partial(self._stop_job, name, kept, tee)
             self._terminator.terminate_interrupted(folder, first=stop)
             raise
         except (HeliostatError, OSError) as error:

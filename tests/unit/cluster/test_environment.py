@@ -144,7 +144,7 @@ def test_requirements_are_installed_once(world: World) -> None:
         world.ask(requirements="requirements.txt")["done"] == "nothing" and world.ask()["done"] == "nothing"
     )
     file.write_text("torch==2\n")
-    assert world.ask(requirements="requirements.txt", check_only=True)["needed"] and not world.told()
+    assert world.ask(requirements="requirements.txt", look=True)["needed"] and not world.told()
     assert world.ask(requirements="requirements.txt")["done"] == "installed"
 
 
