@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from heliostat import backends, planning, staging
+from heliostat.agent.protocol import RefusalCause
 from heliostat.errors import HeliostatError, Interrupted, PartlyDone, UsageError
 from heliostat.events import Emit, Event
 from heliostat.mirror import pack as tar
@@ -319,25 +320,30 @@ def _run(place: Place, sent: dict[str, bytes], seconds: float) -> dict[str, Any]
 def _outcome(place: Place, answer: dict[str, Any]) -> Outcome:
     if not answer["ok"]:
         reason = answer.get("reason") or answer.get("error") or "it gave no reason"
-        return Outcome(place.name, error=reason, hint=_advice(reason, place))
+        return Outcome(place.name, error=reason, hint=_hint(answer.get("cause"), reason, place))
     return Outcome(place.name, answer.get("python"), answer.get("ray"), answer["done"], answer.get("was"))
 
 
-def _advice(reason: str, place: Place) -> str:
-    """One thing to type, for the reasons that we know."""
-    wanted = place.environment
-    known = {
-        "ensurepip": "there: apt install python3-venv, or install uv",
+HINTS = {
+    RefusalCause.VENV_MODULE_MISSING: "there: apt install python3-venv, or install uv",
+    RefusalCause.PACKAGE_NOT_FOUND: "a machine without internet takes Ray from `environment: {wheels: FOLDER}`",
+    RefusalCause.RAY_MISSING_IN_IMAGE: "build the image on docker://rayproject/ray",
+    RefusalCause.RAY_MISSING: "name a `venv` in the file's environment: then it is made",
+    RefusalCause.RAY_VERSION_DIFFERS: "name a `venv` in the file's environment: then it is made",
+    RefusalCause.NOT_A_VENV: "name another folder: one that is not there is made",
+}
+
+
+def _hint(cause: str | None, reason: str, place: Place) -> str:
+    """The hint for a refusal of the agent, by its code; without a code, for a shell error before the agent started."""
+    if cause:
+        return next((hint for known, hint in HINTS.items() if known == cause), "")
+    shell_errors = {
         "conda: command not found": "load it by `environment.setup`, or name a `venv` in place of `conda`",
-        "EnvironmentNameNotFound": f"there: conda create -n {wanted.conda} python",
-        "No matching distribution found for ray": "a machine without internet takes Ray from `environment: {wheels: FOLDER}`",
-        "no Ray in the image": "build the image on docker://rayproject/ray",
-        "no Ray in": "name a `venv` in the file's environment: then it is made",
-        "is asked for": "name a `venv` in the file's environment: then it is made",
-        "is not a virtual environment": "name another folder: one that is not there is made",
+        "EnvironmentNameNotFound": f"there: conda create -n {place.environment.conda} python",
         "not found": "does it have Python? name it in the file: `ssh: {python: /path/to/python3}`",
     }
-    return next((hint for words, hint in known.items() if words in reason), "")
+    return next((hint for text, hint in shell_errors.items() if text in reason), "")
 
 
 # -- do they agree?

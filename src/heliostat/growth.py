@@ -248,7 +248,7 @@ def join(life: Lifecycle, name: str, spec: ClusterSpec, command: dict[str, Any] 
         nodes = [
             _guest(member, f"{guest}-{i}") for i, member in enumerate(worker_members(spec, spec.nodes), 1)
         ]
-        together = {"id": guest, "on": nodes[0].name, "with": [node.name for node in nodes]}
+        together = {"id": guest, "on": nodes[0].name, "nodes": [node.name for node in nodes]}
         work = {**command, **together} if command else None
         order, plan = life.plan(spec, nodes, record.id, work, record.launches)
         fresh = {

@@ -15,7 +15,7 @@ import click
 import pytest
 
 from heliostat import backends, config, planning
-from heliostat.agent import others
+from heliostat.agent import worker_launch
 from heliostat.backends import _batch, _pbs_words, pbs
 from heliostat.backends.base import Handle, Observation, Order, Plan
 from heliostat.cli import join, native, run, up
@@ -646,7 +646,7 @@ def test_one_command_a_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     members = [{"node": name} for name in ("head", "w1", "w2", "w3")]
     told = {"hosts": "PBS_NODEFILE", "folder": str(tmp_path), "members": members, "rank": "HELIOSTAT_RANK", "umask": 0o27,
             "others": ["/nowhere/true", "-n", "{line}", "--"]}  # fmt: skip
-    commands, made = others.prepare(told, {"whole": 1}, "head")
+    commands, made = worker_launch.prepare(told, {"whole": 1}, "head")
     path = f"{tmp_path}/others-head.sh"
     assert [(name, host, words[1:]) for name, host, words in commands] == [
         ("w1", "n2", ["-n", "2", "--", "/bin/bash", path, "0", "w1"]),

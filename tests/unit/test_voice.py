@@ -234,7 +234,7 @@ def live(person: Person, dashboard: int = 1, state: str = "READY") -> ClusterFol
     person.known[f'"dashboard_port": {dashboard},'] = '"dashboard_port": PORT,'
     person.known[f'_DASHBOARD_PORT": {dashboard},'] = '_DASHBOARD_PORT": PORT,'
     person.known[f"_DASHBOARD_PORT={dashboard}\n"] = "_DASHBOARD_PORT=PORT\n"
-    said = {n: {"state": state if n == "w1" else "READY", "reason": "its agent is silent" if state == "LOST" else "", "launch": 1,
+    said = {n: {"state": state if n == "w1" else "READY", "reason": "no heartbeat from its agent" if state == "LOST" else "", "launch": 1,
                 "since": started + 9, "ip": "127.0.0.2", "host": "vm", "ports": {}} for n in nodes}  # fmt: skip
     event = {"at": 1_700_000_000.0, "kind": "note", "text": "asked for on local"}
     return person.store.create(
