@@ -123,7 +123,12 @@ class GridEngine(_batch.Batch):
         sized = [
             m.model_copy(update={"cpus": order.options.slots}) if m.cpus is None else m for m in order.members
         ]
-        told = {"grace_s": grace, "time_limit_s": limit, "own_clock": False, "margin_s": _batch.MARGIN_S}
+        told = {
+            "grace_s": grace,
+            "time_limit_s": limit,
+            "enforce_time_limit": False,
+            "margin_s": _batch.MARGIN_S,
+        }
         order = replace(_batch.with_config(order, {**told, "hosts": "HELIOSTAT_HOSTS"}), members=sized)
         suffix, config = _batch.job_config(order, ["sh", "-c", THERE, "sh", "{line}"], "HELIOSTAT_RANK")
         script = agent_script(

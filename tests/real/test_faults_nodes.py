@@ -28,7 +28,7 @@ ASK = ["--cpus-per-node", "1", "--object-store", "100M"]
 IMPATIENT = """
 from heliostat import planning
 plain = planning.agent_config
-planning.agent_config = lambda *words: {**plain(*words), "silent_s": 10, "orphan_s": 10}
+planning.agent_config = lambda *words: {**plain(*words), "heartbeat_timeout_s": 10, "head_lost_timeout_s": 10}
 from heliostat.cli import main
 main()
 """

@@ -18,8 +18,8 @@ ODD = b"caf\xe9 \xff"  # Latin-1, and a byte that no encoding of text has
 
 def config(folder: Path) -> dict[str, Any]:
     members = [{"node": "head"}, {"node": "w1"}]
-    return {"folder": str(folder), "rank": "RANK", "others": ["pbsdsh", "-n", "{line}", "--"], "hosts": "PBS_NODEFILE",
-            "members": members, "whole": "{}"}  # fmt: skip
+    return {"folder": str(folder), "rank_variable": "RANK", "launch_command": ["pbsdsh", "-n", "{line}", "--"], "hosts_variable": "PBS_NODEFILE",
+            "members": members, "allocation_config": "{}"}  # fmt: skip
 
 
 def test_a_variable_that_is_not_utf8_reaches_the_others(

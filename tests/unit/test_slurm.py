@@ -288,7 +288,7 @@ def test_a_run_has_the_partitions_own_time_unless_told() -> None:
 )  # fmt: skip
 def test_the_work_is_told_before_the_end(values: dict[str, Any], grace: int) -> None:
     said = agents(**values)
-    assert said["grace_s"] == grace and said["own_clock"] is False
+    assert said["grace_s"] == grace and said["enforce_time_limit"] is False
     assert directives(**values)["--signal"] == f"B:USR1@{grace + _batch.MARGIN_S}"
 
 

@@ -131,7 +131,7 @@ class Head(Node):
     def mark_silent_nodes(self) -> None:
         """Mark nodes of the allocation LOST whose agents never sent a report."""
         silent = [name for name in self.other_nodes if name not in self.nodes]
-        timeout_s = float(self.config.get("speak_s", FIRST_HEARTBEAT_S))
+        timeout_s = float(self.config.get("first_heartbeat_timeout_s", FIRST_HEARTBEAT_S))
         if silent and time.monotonic() - self.began > timeout_s:
             line = files.tail(os.path.join(self.logs, "step.log"), 300).strip().rpartition("\n")[2]
             reason = "no heartbeat from its agent for %d s%s" % (timeout_s, line and ": " + line)
@@ -294,7 +294,7 @@ class Head(Node):
             if limit and left is not None:
                 if left <= WARN_S and not self.warned and limit > WARN_S:
                     self.warn("the time limit is %d minutes away" % (left // 60))
-                if left <= self.grace_s and self.config.get("own_clock", True):
+                if left <= self.grace_s and self.config.get("enforce_time_limit", True):
                     return self.stop(StopReason.TIME_LIMIT, "the time limit of %d s is reached" % limit)
             if time.monotonic() - checked >= self.idle.interval_s:
                 checked = time.monotonic()

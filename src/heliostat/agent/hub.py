@@ -291,12 +291,12 @@ class HubClient:
         reader, writer = await asyncio.wait_for(connect, 5)
         heartbeats = None
         try:
-            mine = secrets.token_hex(16)
+            own_challenge = secrets.token_hex(16)
             challenge = str((await receive(reader, 10)).get("challenge"))
             answer = proof(self.secret, "worker", challenge, self.node)
-            send(writer, {"node": self.node, "proof": answer, "challenge": mine})
-            theirs = str((await receive(reader, 10)).get("proof"))
-            if not is_equal(theirs, proof(self.secret, "head", mine, self.node)):
+            send(writer, {"node": self.node, "proof": answer, "challenge": own_challenge})
+            head_proof = str((await receive(reader, 10)).get("proof"))
+            if not is_equal(head_proof, proof(self.secret, "head", own_challenge, self.node)):
                 raise ConnectionError("another cluster answers at this address")
             self.writer, self.was_connected = writer, True
             heartbeats = asyncio.ensure_future(self._send_heartbeats())

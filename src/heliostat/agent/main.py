@@ -77,7 +77,7 @@ def do_node(config: AgentConfig) -> Answer:
         output = stream.read()
     left = processes.end_all([supervisor], config["mark"])
     tempdirs.remove(temp)
-    if config.get("place") == 0 and step.is_gone(supervisor, daemon):
+    if config.get("member_index") == 0 and step.is_gone(supervisor, daemon):
         step.release_job()
     if "standalone" in config and config["role"] == "head":  # there is no client that removes it
         shutil.rmtree(os.path.join(os.path.dirname(config["token_path"]), files.TLS), ignore_errors=True)
@@ -92,15 +92,21 @@ def do_node(config: AgentConfig) -> Answer:
 
 
 def _select_member(config: AgentConfig) -> AgentConfig:
-    """This node's part of a config for an allocation. The first node has the command `others`; the rest have a rank."""
+    """This node's part of a config for an allocation. The first node has `launch_command`; the rest have a rank."""
     if "members" not in config:
         return config
-    first = config.get("others") is not None or len(config["members"]) == 1
-    place = 0 if first else int(os.environ[config["rank"]]) + 1
+    first = config.get("launch_command") is not None or len(config["members"]) == 1
+    index = 0 if first else int(os.environ[config["rank_variable"]]) + 1
     whole = json.dumps(config)  # unchanged: what one node resolves does not apply to the others
-    member = config["members"][place]
+    member = config["members"][index]
     own: AgentConfig = {**config, **member}
-    own.update({"mark": "%s-%s" % (config["mark"], member["node"]), "whole": whole, "place": place})
+    own.update(
+        {
+            "mark": "%s-%s" % (config["mark"], member["node"]),
+            "allocation_config": whole,
+            "member_index": index,
+        }
+    )
     return own
 
 
@@ -149,9 +155,8 @@ def _run_agent(config: AgentConfig, temp: str, supervisor: int, writer: int) -> 
     if os.getppid() != supervisor:  # it was killed: do its work
         processes.end_all([os.getpid()], config["mark"])
         tempdirs.remove(temp)
-        if (
-            config.get("place") == 0 and config["slurmstepd"]
-        ):  # the batch script has ended with its supervisor
+        # the batch script has ended with its supervisor
+        if config.get("member_index") == 0 and config["slurmstepd"]:
             step.release_job()
         os._exit(1)
     os.write(writer, json.dumps(answer).encode())

@@ -53,7 +53,7 @@ class Node:
         self.state, self.reason, self.cause, self.since = "STARTING", "", "", time.time()
         self.supervisor = os.getppid()
         self.supervisor_start = processes.start_time(self.supervisor)
-        self.heartbeat_timeout_s = float(config.get("silent_s", hub.HEARTBEAT_TIMEOUT_S))
+        self.heartbeat_timeout_s = float(config.get("heartbeat_timeout_s", hub.HEARTBEAT_TIMEOUT_S))
         self.info: NodeReport = {}  # facts that become known while the node starts
         self.ray: Optional[RayNode] = None
         self.block: Optional[ports.Block] = None
@@ -143,8 +143,8 @@ class Node:
         self.stopping.set()
 
     def on_stop_signal(self, cause: str, reason: str) -> None:
-        """SIGTERM, SIGINT or SIGHUP. With `hasty`, the scheduler sends it only when it kills soon after."""
-        if self.config.get("hasty"):
+        """SIGTERM, SIGINT or SIGHUP. With `kill_follows_signal`, the scheduler sends it only when it kills soon after."""
+        if self.config.get("kill_follows_signal"):
             self.sigcont_at = time.monotonic()
         self.stop(cause, reason)
 
@@ -170,7 +170,7 @@ class Node:
     def start_time_limit_timer(self) -> None:
         """If the scheduler sends no warning before the time limit, the first node of the allocation has a timer."""
         limit, margin = self.config.get("time_limit_s"), self.config.get("margin_s")
-        if limit and margin is not None and self.config.get("place") == 0:
+        if limit and margin is not None and self.config.get("member_index") == 0:
             left = limit - (time.monotonic() - self.began) - self.grace_s - margin
             asyncio.get_running_loop().call_later(max(0.0, left), self.on_time_limit)
 
@@ -202,10 +202,14 @@ class Node:
     @property
     def other_nodes(self) -> List[str]:
         """The nodes of the allocation whose agents this node starts."""
-        return [member["node"] for member in self.config["members"][1:]] if self.config.get("others") else []
+        return (
+            [member["node"] for member in self.config["members"][1:]]
+            if self.config.get("launch_command")
+            else []
+        )
 
     def launch_others(self) -> None:
-        if self.config.get("others"):
+        if self.config.get("launch_command"):
             self.launch_task = asyncio.ensure_future(self._launch_others())
 
     async def _launch_others(self) -> None:
@@ -366,7 +370,7 @@ class Node:
         ray_ended = self.ray is not None and self.ray.ended.is_set()
         if self.drain_reason and not self.stopping.is_set():
             self.stop(self.drain_cause, self.drain_reason)
-        if self.config.get("hasty") and ray_ended:
+        if self.config.get("kill_follows_signal") and ray_ended:
             # PBS signals all processes of the job, children first: the agent's signal may arrive after Ray's end
             await asyncio.wait([asyncio.ensure_future(self.stopping.wait())], timeout=1)
         end, cause, reason = "GONE", "", ""

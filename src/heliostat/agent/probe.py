@@ -80,9 +80,9 @@ def ray() -> Facts:
 
 def ray_version() -> Optional[str]:
     """The version of the first Ray on `sys.path`, or None. By file name: importlib.metadata costs 50 ms."""
-    for folder in sys.path:
+    for directory in sys.path:
         try:
-            names = os.listdir(folder or ".")
+            names = os.listdir(directory or ".")
         except OSError:  # a zip, or not there
             continue
         for name in names:
@@ -101,14 +101,14 @@ def cpus(root: str = "/", environ: Mapping[str, str] = os.environ) -> Facts:
     limits = [(os.cpu_count() or 1, "machine")]
     if hasattr(os, "sched_getaffinity"):
         limits.append((len(os.sched_getaffinity(0)), "affinity"))
-    for folder in _cgroups(root, "cpu"):
-        quota, _, period = _read(folder, "cpu.max").partition(" ")  # v2: "max 100000" is no quota
+    for directory in _cgroups(root, "cpu"):
+        quota, _, period = _read(directory, "cpu.max").partition(" ")  # v2: "max 100000" is no quota
         if not quota:  # v1: -1 is no quota
-            quota, period = _read(folder, "cpu.cfs_quota_us"), _read(folder, "cpu.cfs_period_us")
+            quota, period = _read(directory, "cpu.cfs_quota_us"), _read(directory, "cpu.cfs_period_us")
         if _whole(quota) and _whole(period):
             limits.append((max(_whole(quota) // _whole(period), 1), "cgroup quota"))
-    for folder in _cgroups(root, "cpuset"):
-        limits.append((len(_numbers(_read(folder, "cpuset.cpus"))), "cgroup cpuset"))
+    for directory in _cgroups(root, "cpuset"):
+        limits.append((len(_numbers(_read(directory, "cpuset.cpus"))), "cgroup cpuset"))
     # Also without confinement, a job must keep to its share.
     limits.append((_whole(environ.get("SLURM_CPUS_ON_NODE")), "SLURM_CPUS_ON_NODE"))
     if "PBS_JOBID" in environ:  # elsewhere NCPUS may have another meaning
@@ -122,9 +122,9 @@ def memory(root: str = "/", environ: Mapping[str, str] = os.environ) -> Facts:
     found = _read(root, "proc/meminfo").partition("MemTotal:")[2].split()
     total = _whole(found[0]) * 1024 if found else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limits = [(total, "machine")]
-    for folder in _cgroups(root, "memory"):
+    for directory in _cgroups(root, "memory"):
         # No limit is "max" in v2, which is not a number, and nearly 2**63 in v1, which is never the minimum.
-        limit = _read(folder, "memory.max") or _read(folder, "memory.limit_in_bytes")
+        limit = _read(directory, "memory.max") or _read(directory, "memory.limit_in_bytes")
         limits.append((_whole(limit), "cgroup limit"))
     per_cpu = _whole(environ.get("SLURM_MEM_PER_CPU")) * _whole(environ.get("SLURM_CPUS_ON_NODE"))
     limits.append((_whole(environ.get("SLURM_MEM_PER_NODE")) * 2**20, "SLURM_MEM_PER_NODE"))
@@ -137,8 +137,8 @@ def gpus(environ: Mapping[str, str] = os.environ) -> Facts:
     """The GPUs of the allocation, their number, and its source. The list can be shorter than the number: without a vendor
     tool only the environment is known, and no tool lists a MIG slice."""
     mask = next((name for name in MASKS if name in environ), None)
-    ours = _visible(environ[mask]) if mask else []
-    if mask and not ours:
+    visible = _visible(environ[mask]) if mask else []
+    if mask and not visible:
         return {"gpus": [], "gpu_count": 0, "gpu_why": mask}
     found, why = list(_nvidia(environ)), "nvidia-smi"
     if not found:
@@ -146,8 +146,8 @@ def gpus(environ: Mapping[str, str] = os.environ) -> Facts:
     step = _numbers(environ.get("SLURM_STEP_GPUS", ""))
     share = environ.get("SLURM_GPUS_ON_NODE", "")
     if mask:
-        count, why = sum(not found or "MIG-" in i or any(_is(gpu, i) for gpu in found) for i in ours), mask
-        found = [gpu for gpu in found if any(_is(gpu, i) for i in ours)]
+        count, why = sum(not found or "MIG-" in i or any(_is(gpu, i) for gpu in found) for i in visible), mask
+        found = [gpu for gpu in found if any(_is(gpu, i) for i in visible)]
     elif share.isdecimal() or step:
         count = int(share) if share.isdecimal() else len(step)
         why = "SLURM_GPUS_ON_NODE" if share.isdecimal() else "SLURM_STEP_GPUS"

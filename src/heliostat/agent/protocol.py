@@ -211,9 +211,9 @@ class AgentConfig(MemberConfig, total=False):
     ray: Optional[str]  # requested version
     env: Dict[str, str]
     ports: PortsConfig
-    silent_s: float  # heartbeat timeout
-    orphan_s: float  # a worker ends after this long without contact with its head
-    speak_s: float  # time for the first heartbeat of a node of this allocation
+    heartbeat_timeout_s: float  # mark a node LOST after this long without a heartbeat
+    head_lost_timeout_s: float  # a worker ends after this long without contact with its head
+    first_heartbeat_timeout_s: float  # time for the first heartbeat of a node of this allocation
     min_nodes: int
     command: Optional[CommandConfig]
     idle: IdleConfig
@@ -226,23 +226,21 @@ class AgentConfig(MemberConfig, total=False):
     address: AddressConfig
     share: List[int]  # index and number of the nodes on this host
     grace_s: float
-    own_clock: bool  # False: the scheduler ends the cluster at the time limit
+    enforce_time_limit: bool  # False: the scheduler ends the cluster at the time limit
     margin_s: float  # with it, the agent's timer replaces the scheduler's warning
     kill_wait_s: float  # time between the scheduler's SIGTERM and SIGKILL
-    hasty: bool  # the scheduler signals only when it is about to kill
+    kill_follows_signal: bool  # the scheduler signals only when it is about to kill
     head: Optional[HeadAddress]  # where there is no shared `head.json`
     broadcast: BroadcastConfig
     # of an allocation with several nodes
     members: List[MemberConfig]
-    others: Optional[
-        List[str]
-    ]  # command that starts the agents of the other nodes; only the first node has it
-    rank: str  # variable with the rank of a node among the others
-    hosts: str  # variable with the path of the host list
+    launch_command: Optional[List[str]]  # starts the agents of the other nodes; None but on the first node
+    rank_variable: str  # variable with the rank of a node among the others
+    hosts_variable: str  # variable with the path of the host list
     # added by the agent on the node
     umask: int  # the user's, for the command
-    whole: str  # the config as it arrived
-    place: int  # index in `members`
+    allocation_config: str  # the config as it arrived
+    member_index: int  # index in `members`
     slurmstepd: Optional[int]  # process id
 
 

@@ -58,8 +58,8 @@ def wait_until_owned(process: Any, port: int, seconds: float = GCS_START_S) -> N
         owned = sockets_of(process.pid)
         listening = listening_ports(process.pid)
         wanted = {port: listening.get(port, set())} if port else listening
-        mine = [number for number, inodes in wanted.items() if inodes and inodes <= owned]
-        if mine:
+        bound = [number for number, inodes in wanted.items() if inodes and inodes <= owned]
+        if bound:
             return
         if process.poll() is not None:
             raise RuntimeError(

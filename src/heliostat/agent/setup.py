@@ -53,7 +53,7 @@ class Interrupted(Exception):
 
 
 def make(request: SetupRequest) -> Answer:
-    """Make, upgrade or check the environment. The answer's `done` says what was done, or `reason` and `cause` why not."""
+    """Make, upgrade or check the environment. The answer has `done`, or `reason` and `cause` of a failure."""
     for number in SIGNALS:
         signal.signal(number, _interrupt)
     try:

@@ -51,10 +51,10 @@ def _resolve_gpus(want: Resources, share: int, of: int, info: NodeReport) -> Non
     if of > 1 and want.get("gpus") is None:
         visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
         part = slice(share * found // of, (share + 1) * found // of)
-        mine, cards = (visible or [str(i) for i in range(found)])[part], cards[part]
+        own, cards = (visible or [str(i) for i in range(found)])[part], cards[part]
         if found:
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
-        found = len(mine)
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(own)
+        found = len(own)
     if want.get("gpus") is None:
         want["gpus"] = found
     cards = [card for card in cards if card["memory_total"]][: want["gpus"]]

@@ -150,7 +150,7 @@ class Worker(Node):
     async def watch_head(self) -> None:
         """Stop this node when there is no contact with the head for too long."""
         assert self.client
-        timeout_s = float(self.config.get("orphan_s", HEAD_LOST_S))
+        timeout_s = float(self.config.get("head_lost_timeout_s", HEAD_LOST_S))
         contact, silent_s, last = self.client.last_contact, 0.0, time.monotonic()
         while True:
             await asyncio.sleep(1)

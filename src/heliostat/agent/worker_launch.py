@@ -24,11 +24,11 @@ NOT_COPIED = re.compile(r"PBS_.*|NCPUS|HOSTNAME|_|.*_VISIBLE_DEVICES|GPU_DEVICE_
 
 async def launch(node: Node) -> None:
     """Start the agents of the other nodes and wait until they end."""
-    config: AgentConfig = {**json.loads(node.config["whole"]), "others": None}  # type: ignore[typeddict-item]
+    config: AgentConfig = {**json.loads(node.config["allocation_config"]), "launch_command": None}  # type: ignore[typeddict-item]
     if node.config.get("stage"):
         config["stage"] = node.config["stage"]  # with the path of the broadcast copy
-    command = node.config["others"] or []
-    if node.config.get("hosts"):
+    command = node.config["launch_command"] or []
+    if node.config.get("hosts_variable"):
         return await _launch_per_host(node, config)
     path = os.path.join(node.temp, "others.json")
     files.write_json(path, config)
@@ -85,13 +85,13 @@ def prepare(
     line is this host. The scheduler's command passes neither environment nor input nor output: a script in the shared
     directory sets all three."""
     lines: Dict[str, int] = {}
-    with open(os.environ[config["hosts"]]) as stream:
+    with open(os.environ[config["hosts_variable"]]) as stream:
         for number, line in enumerate(stream.read().split()):
             lines.setdefault(line, number)
     base = os.path.join(config["folder"], "others-%s" % first)
     files.write(base + ".json", json.dumps(others))
     files.write(base + ".sh", script(config, base + ".json"))
-    program, *arguments = config["others"] or [""]
+    program, *arguments = config["launch_command"] or [""]
     program = program if os.access(program, os.X_OK) else shutil.which(os.path.basename(program)) or program
     names = [member["node"] for member in config["members"][1:]]
     commands = []
@@ -110,7 +110,7 @@ def script(config: AgentConfig, path: str) -> str:
     log = _quote(os.path.join(config["folder"], "logs")) + '/"$2"/agent.log'
     lines = ["umask %03o" % config.get("umask", 0o077)]
     lines += ["export %s=%s" % (name, _quote(value)) for name, value in sorted(env.items())]
-    lines += ["export %s=$1" % config["rank"], "cd %s || cd /" % _quote(os.getcwd())]
+    lines += ["export %s=$1" % config["rank_variable"], "cd %s || cd /" % _quote(os.getcwd())]
     command = " ".join(map(_quote, agent))
     lines.append('exec %s "${3:-node}" <%s >>%s 2>&1' % (command, _quote(path), log))
     return "\n".join(lines) + "\n"

@@ -103,8 +103,8 @@ def job_config(order: Order, others: Sequence[str], rank: str) -> tuple[str, str
         "role": "worker",
         "resources": common,
         "members": members,
-        "others": list(others) if len(order.members) > 1 else None,
-        "rank": rank,
+        "launch_command": list(others) if len(order.members) > 1 else None,
+        "rank_variable": rank,
     }
     return suffix, json.dumps(config)
 

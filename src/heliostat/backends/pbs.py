@@ -148,9 +148,15 @@ class Pbs(_batch.Batch):
         written = _walltime(asked) or _batch.parse_time(options.time, "pbs.time")
         limit, grace = _batch.times(order, written, check_fits(order, order.spec.time or written))
         limit = limit or check_fits(order, None, default=True)
-        told = {"grace_s": grace, "time_limit_s": limit, "own_clock": False, "margin_s": _batch.MARGIN_S}
+        told = {
+            "grace_s": grace,
+            "time_limit_s": limit,
+            "enforce_time_limit": False,
+            "margin_s": _batch.MARGIN_S,
+        }
         order = _batch.with_config(
-            order, {**told, "hasty": True, "kill_wait_s": KILL_S, "hosts": "PBS_NODEFILE"}
+            order,
+            {**told, "kill_follows_signal": True, "kill_wait_s": KILL_S, "hosts_variable": "PBS_NODEFILE"},
         )
         others = [f"{order.facts['bin']}/pbsdsh" if "bin" in order.facts else "pbsdsh", "-n", "{line}", "--"]
         suffix, config = _batch.job_config(order, others, "HELIOSTAT_RANK")

@@ -139,7 +139,7 @@ class Slurm(_batch.Batch):
         spec, options = order.spec, order.options
         said = _batch.parse_time(options.time, "slurm.time")
         limit, grace = _batch.times(order, said, check_fits(order, spec.time or said))
-        told = {"grace_s": grace, "time_limit_s": limit, "own_clock": False}
+        told = {"grace_s": grace, "time_limit_s": limit, "enforce_time_limit": False}
         if "kill_wait_s" in order.facts:
             told["kill_wait_s"] = order.facts["kill_wait_s"]
         order = _batch.with_config(order, {**told, **self._broadcast(order)})
