@@ -395,8 +395,8 @@ def test_the_script_is_what_it_was(
 def test_the_agents_config_names_every_node_once() -> None:
     said = agents(3)
     assert [member["node"] for member in said["members"]] == ["head", "w1", "w2"]
-    assert said["rank"] == "SLURM_PROCID" and {"--ntasks=2", "--relative=1"} < set(said["others"])
-    assert agents(1)["others"] is None, "there is nobody to start"
+    assert said["rank_variable"] == "SLURM_PROCID" and {"--ntasks=2", "--relative=1"} < set(said["launch_command"])
+    assert agents(1)["launch_command"] is None, "there is nobody to start"
 
 
 def test_an_archive_is_broadcast_only_where_there_is_one_and_somebody_to_have_it(tmp_path: Path) -> None:

@@ -435,7 +435,7 @@ CASES: dict[str, Case] = {
     "setup-json": case("setup --json -q", machines(zinc=READY, copper={**READY, "done": "nothing"}), **FAR),
     "setup-partly": case("setup -q", machines(zinc=READY), **FAR),
     "setup-partly-json": case("setup --json -q", machines(zinc=READY), **FAR),
-    "setup-refused": case("setup", machines(copper={"ok": False, "reason": "/h/v is not a virtual environment: it has no bin/python"}), **FAR),
+    "setup-refused": case("setup", machines(copper={"ok": False, "cause": "not_a_venv", "reason": "/h/v is not a virtual environment: it has no bin/python"}), **FAR),
     "setup-odd": case("setup -q", machines(zinc=READY, copper={**READY, "python": "3.9.1"}), **FAR),
     "setup-odd-json": case("setup -q --json", machines(zinc=READY, copper={**READY, "ray": "2.59.0"}), **FAR),
     "dry-setup": case("setup --dry-run", machines(zinc=READY), **FAR),
