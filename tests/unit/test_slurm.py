@@ -395,7 +395,9 @@ def test_the_script_is_what_it_was(
 def test_the_agents_config_names_every_node_once() -> None:
     said = agents(3)
     assert [member["node"] for member in said["members"]] == ["head", "w1", "w2"]
-    assert said["rank_variable"] == "SLURM_PROCID" and {"--ntasks=2", "--relative=1"} < set(said["launch_command"])
+    assert said["rank_variable"] == "SLURM_PROCID" and {"--ntasks=2", "--relative=1"} < set(
+        said["launch_command"]
+    )
     assert agents(1)["launch_command"] is None, "there is nobody to start"
 
 
