@@ -86,7 +86,7 @@ class Day:
         idle = self.look()
         bad = self.names[-int(self.nodes * FLAPPING) :]
         for _ in range(FLAPS):
-            self.tell(bad, N.LOST, "its agent is silent")
+            self.tell(bad, N.LOST, "no heartbeat from its agent")
             self.look()
             self.tell(bad, N.READY)
             self.look()

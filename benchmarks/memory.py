@@ -30,7 +30,7 @@ def ls_memory(lab: Lab, turns: Turns) -> list[Figure]:
 
 
 def agent_memory(lab: Lab, turns: Turns) -> list[Figure]:
-    """Head's and worker's, each the keeper and the agent below it, beside the `ray start --block` that it watches."""
+    """Head's and worker's, each the supervisor and the agent below it, beside the `ray start --block` that it watches."""
     name = lab.shared()
     lab.run(HELIOSTAT, "submit", name, "--wait", "--", "true")  # after work, not fresh from the start
     found = _agents(lab, name)
@@ -40,7 +40,7 @@ def agent_memory(lab: Lab, turns: Turns) -> list[Figure]:
         for node, pids in found.items():
             for part, pid in pids.items():
                 samples.setdefault(f"{node} {part}", []).append(_status(pid, "VmRSS"))
-            together[node] = _proportional(pids["keeper"]) + _proportional(pids["agent"])
+            together[node] = _proportional(pids["supervisor"]) + _proportional(pids["agent"])
         time.sleep(0.2)
     return [
         Figure(
@@ -51,25 +51,25 @@ def agent_memory(lab: Lab, turns: Turns) -> list[Figure]:
             samples[f"{node} ray"],
             "its `ray start --block`",
             absolute=True,
-            note=f"keeper and agent of {node} together, shared pages once: {together[node]:.1f} MB"
+            note=f"supervisor and agent of {node} together, shared pages once: {together[node]:.1f} MB"
             if part == "agent"
             else "",
         )
         for node in found
-        for part in ("keeper", "agent")
+        for part in ("supervisor", "agent")
     ]
 
 
 def _agents(lab: Lab, name: str) -> dict[str, dict[str, int]]:
-    """node -> pids of its keeper, its agent and its `ray start`."""
+    """node -> pids of its supervisor, its agent and its `ray start`."""
     found: dict[str, dict[str, int]] = {}
     assert lab.shared_family
     words = {pid: _command(pid) for pid, _ in lab.shared_family.look()}
     folder = lab.home / "clusters" / name
     for path in sorted((folder / "nodes").glob("*.json")):
-        keeper = int(json.loads(path.read_bytes())["pid"])
-        agent = _child(keeper, words, "agent.pyz")
-        found[path.stem] = {"keeper": keeper, "agent": agent, "ray": _child(agent, words, "start")}
+        supervisor = int(json.loads(path.read_bytes())["pid"])
+        agent = _child(supervisor, words, "agent.pyz")
+        found[path.stem] = {"supervisor": supervisor, "agent": agent, "ray": _child(agent, words, "start")}
     if not found:
         raise CannotMeasure(f"no agent wrote its words in {folder / 'nodes'}")
     return found

@@ -56,35 +56,35 @@ async def head(folder: str, count: int) -> dict[str, Any]:
     one.ip = "127.0.0.1"
     one.info.update(ray="2.60.0", python="3.11.7")
     writes: list[float] = []
-    flush = one.flush
+    write_state = one.write_state
 
     def counted() -> None:
         began = time.perf_counter()
-        flush()
+        write_state()
         writes.append(time.perf_counter() - began)
 
-    one.flush = counted  # type: ignore[method-assign]
+    one.write_state = counted  # type: ignore[method-assign]
     empty, began = resident_mb(), time.monotonic()
     port = int(os.environ["STUB_PORT"])
-    await one.prepare(SimpleNamespace(ports={"hub": port, "gcs": 0, "dashboard": 0}))  # type: ignore[arg-type]
+    await one.before_ray(SimpleNamespace(ports={"hub": port, "gcs": 0, "dashboard": 0}))  # type: ignore[arg-type]
     assert one.hub
     used = cpu()
     met = await until(lambda: len(one.nodes) >= count)
     met_cpu, met_writes = cpu() - used, len(writes)
     used, told = cpu(), time.monotonic()
-    one.hub.tell({"do": "go"})
-    await asyncio.wait_for(one.enough.wait(), PATIENCE_S)
+    one.hub.send({"do": "go"})
+    await asyncio.wait_for(one.enough_ready.wait(), PATIENCE_S)
     ready, ready_cpu = time.monotonic(), cpu() - used
     await asyncio.sleep(1)
     used = cpu()
     await asyncio.sleep(WATCH_S)
     beats_cpu, memory = (cpu() - used) / WATCH_S, resident_mb()
     single = len(writes)
-    one.flush()
+    one.write_state()
     one_write = writes[single]
     size = os.path.getsize(os.path.join(folder, "state.json"))
     used, stop = cpu(), time.monotonic()
-    one.hub.tell({"do": "stop", "reason": "the benchmark is over"})
+    one.hub.send({"do": "stop", "reason": "the benchmark is over"})
     await one.hub.close(PATIENCE_S)
     return {
         "count": count, "met_s": met - began, "met_cpu_s": met_cpu, "met_writes": met_writes, "ready_s": ready - told,
@@ -98,10 +98,10 @@ class Stub:
 
     def __init__(self, number: int, find: Callable[[], dict[str, Any] | None]) -> None:
         self.state, self.since, self.number = "STARTING", time.time(), number
-        self.link = hub.Link(SECRET, f"w{number}", find, self.status, self.told)
-        self.task = asyncio.ensure_future(self.link.run())
+        self.client = hub.HubClient(SECRET, f"w{number}", find, self.report, self.on_message)
+        self.task = asyncio.ensure_future(self.client.run())
 
-    def status(self) -> dict[str, Any]:
+    def report(self) -> dict[str, Any]:
         """As large as a true one."""
         names = (
             "node_manager",
@@ -118,7 +118,7 @@ class Stub:
             "resources": {"cpus": 64, "gpus": 4, "memory": 1 << 38, "object_store": 1 << 36, "custom": {}, "labels": {}},
         }  # fmt: skip
 
-    async def told(self, message: dict[str, Any]) -> None:
+    async def on_message(self, message: dict[str, Any]) -> None:
         if message.get("do") == "go":
             self.move("READY")
         elif message.get("do") == "stop":
@@ -128,7 +128,7 @@ class Stub:
 
     def move(self, state: str) -> None:
         self.state, self.since = state, time.time()
-        self.link.say()
+        self.client.send_report()
 
 
 async def agents(folder: str, first: int, count: int) -> None:

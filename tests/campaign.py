@@ -78,7 +78,7 @@ def find(lab: Lab, kind: str, host: str) -> list[str]:
     running = processes(lab, host)
     nodes = {p.pid for p in running if p.args.endswith("agent.pyz node") and "srun" not in p.args}
     tests: dict[str, Callable[[Process], bool]] = {
-        "keeper": lambda p: p.pid in nodes and p.parent not in nodes,
+        "supervisor": lambda p: p.pid in nodes and p.parent not in nodes,
         "agent": lambda p: p.pid in nodes and p.parent in nodes,
         "ray": lambda p: "/ray_start.py start" in p.args,
         "client": lambda p: " -m heliostat " in p.args and not p.args.startswith("bash"),
@@ -160,7 +160,7 @@ class Kind:
 KINDS = {
     kind.name: kind
     for kind in (
-        Kind("keeper", HOSTS, kill, nothing),
+        Kind("supervisor", HOSTS, kill, nothing),
         Kind("agent", HOSTS, kill, nothing),
         Kind("ray", HOSTS, kill, nothing),
         Kind("client", ("ctl",), kill, nothing),

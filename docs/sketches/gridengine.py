@@ -124,8 +124,15 @@ class GridEngine(batch.Batch):
             m.model_copy(update={"cpus": request.options.slots}) if m.cpus is None else m
             for m in request.members
         ]
-        told = {"grace_s": grace, "time_limit_s": limit, "own_clock": False, "margin_s": batch.MARGIN_S}
-        request = replace(batch.with_config(request, {**told, "hosts": "HELIOSTAT_HOSTS"}), members=sized)
+        told = {
+            "grace_s": grace,
+            "time_limit_s": limit,
+            "enforce_time_limit": False,
+            "margin_s": batch.MARGIN_S,
+        }
+        request = replace(
+            batch.with_config(request, {**told, "hosts_variable": "HELIOSTAT_HOSTS"}), members=sized
+        )
         suffix, config = batch.job_config(request, ["sh", "-c", THERE, "sh", "{line}"], "HELIOSTAT_RANK")
         script = agent_script(
             request.spec.environment,

@@ -38,9 +38,9 @@ def mine(config):
     """Our part of a batch job's config, as the real agent takes it."""
     if "members" not in config:
         return config
-    first = config["others"] is not None or len(config["members"]) == 1
-    place = 0 if first else int(os.environ[config["rank"]]) + 1
-    return {**config, **config["members"][place], "whole": config}
+    first = config["launch_command"] is not None or len(config["members"]) == 1
+    place = 0 if first else int(os.environ[config["rank_variable"]]) + 1
+    return {**config, **config["members"][place], "allocation_config": config}
 
 
 class Node:
@@ -86,7 +86,7 @@ class Node:
             name, pid = words["node"], words.pop("pid")
             table[name] = {
                 **words,
-                **({"state": "LOST", "reason": "its agent is silent"} if silent and pid else {}),
+                **({"state": "LOST", "reason": "no heartbeat from its agent"} if silent and pid else {}),
             }
         table[self.name] = self.status
         if (table, ended) != (self.table, None):
@@ -108,17 +108,21 @@ class Node:
 
     def start_others(self):
         """In a batch job the first node starts the agents of the rest, in one step or by one command a host."""
-        if self.config.get("hosts") and self.config.get("others"):
-            from heliostat.agent import others
+        if self.config.get("hosts_variable") and self.config.get("launch_command"):
+            from heliostat.agent import worker_launch
 
-            whole = {**self.config["whole"], "others": None}
-            commands, _ = others.prepare({**self.config, "members": whole["members"]}, whole, self.name)
+            whole = {**self.config["allocation_config"], "launch_command": None}
+            commands, _ = worker_launch.prepare(
+                {**self.config, "members": whole["members"]}, whole, self.name
+            )
             for name, _, _ in commands:
                 os.makedirs(os.path.join(self.folder, "logs", name), exist_ok=True)
             self.steps = [subprocess.Popen(words) for _, _, words in commands]
-        elif self.config.get("others"):
-            step = subprocess.Popen(self.config["others"], stdin=subprocess.PIPE)
-            step.stdin.write(json.dumps({**self.config["whole"], "others": None}).encode())
+        elif self.config.get("launch_command"):
+            step = subprocess.Popen(self.config["launch_command"], stdin=subprocess.PIPE)
+            step.stdin.write(
+                json.dumps({**self.config["allocation_config"], "launch_command": None}).encode()
+            )
             step.stdin.close()
             self.steps = [step]
 
@@ -175,14 +179,14 @@ class Node:
             self.gather()
             if self.config["role"] == "head":
                 self.read_requests()
-        self.move("STOPPING", "told to stop")
+        self.move("STOPPING", "stop requested")
         self.end_others()
         if how == "mute":
             time.sleep(0.2)  # the head hears this
             os._exit(0)
         if self.config["role"] == "head" and os.path.exists(connection):
             os.unlink(connection)
-        return self.end("GONE", "told to stop")
+        return self.end("GONE", "stop requested")
 
     def end(self, state, reason):
         self.move(state, reason)

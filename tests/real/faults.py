@@ -95,7 +95,7 @@ class Node:
     def __init__(self, home: Path, cluster: str, node: str) -> None:
         self.folder, self.name = home / "clusters" / cluster, node
         words = self.words()
-        self.keeper: int = words["pid"]
+        self.supervisor: int = words["pid"]
         self.temp = Path(words["temp"])
         self.ports: dict[str, int] = {
             k: v for k, v in (words.get("ports") or {}).items() if isinstance(v, int)
@@ -107,7 +107,7 @@ class Node:
 
     @property
     def agent(self) -> int:
-        (pid,) = [pid for pid in children(self.keeper) if "agent.pyz" in command(pid)]
+        (pid,) = [pid for pid in children(self.supervisor) if "agent.pyz" in command(pid)]
         return pid
 
     def processes(self) -> dict[int, str]:

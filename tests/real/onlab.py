@@ -92,9 +92,9 @@ def kill_whole(lab: Lab, host: str, node: str) -> str:
             *lab.find(host, "ray_start.py", "start"),
         ]
 
-    # The agent is stopped first: it removes the token when the keeper is gone. The keeper is not: nsenter, which the lab
+    # The agent is stopped first: it removes the token when the supervisor is gone. The supervisor is not: nsenter, which the lab
     # starts tasks by, stops with its child and would not see its end.
-    _keeper, *agents = sorted(lab.find(host, "agent.pyz"), key=int)
+    _supervisor, *agents = sorted(lab.find(host, "agent.pyz"), key=int)
     lab.root(host, "kill", "-STOP", *agents)
     lab.root(host, "kill", "-9", *found())
     wait_for("the end of its processes", lambda: not found())

@@ -547,7 +547,7 @@ def test_a_socket_of_ssh_is_never_the_attacker_s(place: Path, victim: User, atta
 def kill_whole(node: Node) -> None:
     """Every process of it, at once, as a scheduler or the kernel does it."""
     for _ in range(3):
-        for pid in (node.keeper, *node.processes()):
+        for pid in (node.supervisor, *node.processes()):
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:

@@ -28,7 +28,7 @@ ASK = ["--cpus-per-node", "1", "--object-store", "100M"]
 IMPATIENT = """
 from heliostat.cluster import planner
 plain = planner.agent_config
-planner.agent_config = lambda *words: {**plain(*words), "silent_s": 10, "orphan_s": 10}
+planner.agent_config = lambda *words: {**plain(*words), "heartbeat_timeout_s": 10, "head_lost_timeout_s": 10}
 from heliostat.cli import main
 main()
 """
@@ -121,25 +121,25 @@ def pair(home: Path, own_ray: int) -> Iterator[None]:
 # --- a worker
 
 
-@pytest.mark.parametrize("victim", ["raylet", "agent", "keeper", "agent and keeper"])
+@pytest.mark.parametrize("victim", ["raylet", "agent", "supervisor", "agent and supervisor"])
 def test_a_worker_dies(home: Path, pair: None, victim: str) -> None:
     node = Node(home, NAME, "w1")
     node.kill(
         *{
             "raylet": lambda: [node.pid_of("raylet")],
             "agent": lambda: [node.agent],
-            "keeper": lambda: [node.keeper],
-            "agent and keeper": lambda: [node.agent, node.keeper],
+            "supervisor": lambda: [node.supervisor],
+            "agent and supervisor": lambda: [node.agent, node.supervisor],
         }[victim]()
     )
-    node.gone(folder=victim != "agent and keeper")
+    node.gone(folder=victim != "agent and supervisor")
     until(lambda: state_of(NAME, "w1")[0] == "FAILED", "the truth")
     reason = state_of(NAME, "w1")[1]
     assert {
         "raylet": "raylet [exit code=-9]" in reason or "raylet was killed" in reason,
         "agent": reason == "its agent was killed (signal 9)",
-        "keeper": reason in ("its agent is gone", "its keeper was killed"),
-        "agent and keeper": reason == "its agent is gone",
+        "supervisor": reason in ("its agent is gone", "its supervisor process was killed"),
+        "agent and supervisor": reason == "its agent is gone",
     }[victim], reason
     (listed,) = document("ls")["clusters"]
     assert (document("status", NAME)["state"], listed["state"]) == ("partial", "partial")
@@ -147,7 +147,7 @@ def test_a_worker_dies(home: Path, pair: None, victim: str) -> None:
 
     up()
     assert (document("status", NAME)["state"], state_of(NAME, "w1")) == ("ready", ("READY", ""))
-    assert Node(home, NAME, "w1").keeper != node.keeper
+    assert Node(home, NAME, "w1").supervisor != node.supervisor
     assert not node.temp.exists()  # at the latest now
 
 
@@ -156,7 +156,7 @@ def test_a_worker_is_suspended_and_comes_back(home: Path, pair: None) -> None:
     agent = node.agent
     os.kill(agent, signal.SIGSTOP)
     try:
-        until(lambda: state_of(NAME, "w1") == ("LOST", "its agent is silent"), "LOST")
+        until(lambda: state_of(NAME, "w1") == ("LOST", "no heartbeat from its agent"), "LOST")
         assert document("status", NAME)["state"] == "partial"
     finally:
         os.kill(agent, signal.SIGCONT)
@@ -198,7 +198,7 @@ def test_the_head_dies_and_its_worker_goes_too(home: Path, pair: None) -> None:
     """Nobody is left who could tell the worker; it notices."""
     up()
     head, worker = Node(home, NAME, "head"), Node(home, NAME, "w1")
-    head.kill(head.agent, head.keeper)
+    head.kill(head.agent, head.supervisor)
     assert document("status", NAME)["state"] == "failed"
     assert state_of(NAME, "head") == ("FAILED", "its agent is gone")
     head.gone(folder=False)
@@ -225,12 +225,12 @@ def at_their_ports(folder: Path, node: Node) -> None:
     until(lambda: {words[name] for name in services} <= listening(), "every service at its port")
 
 
-@pytest.mark.parametrize("victim", ["gcs_server", "raylet", "agent", "keeper"])
+@pytest.mark.parametrize("victim", ["gcs_server", "raylet", "agent", "supervisor"])
 def test_a_head_dies(home: Path, victim: str) -> None:
     heliostat("up", "--name", "alone", *ASK, "--port-offset", OFFSET)
     node = Node(home, "alone", "head")
     at_their_ports(home / "clusters" / "alone", node)
-    pids = {"agent": lambda: node.agent, "keeper": lambda: node.keeper}
+    pids = {"agent": lambda: node.agent, "supervisor": lambda: node.supervisor}
     node.kill(pids[victim]() if victim in pids else node.pid_of(victim))
     node.gone()
     status = document("status", "alone")

@@ -124,9 +124,9 @@ def test_up_after_the_head_was_killed(home: Path, up: list[str]) -> None:
     """Its worker does not know yet: what is left goes, and a new cluster comes."""
     heliostat(*up)
     nodes = [Node(home, "lab", name) for name in ("head", "w1")]
-    for pid in (nodes[0].agent, nodes[0].keeper):
+    for pid in (nodes[0].agent, nodes[0].supervisor):
         os.kill(pid, signal.SIGKILL)
-    until(lambda: not alive(nodes[0].keeper), "its end")
+    until(lambda: not alive(nodes[0].supervisor), "its end")
     assert document("status", "lab")["state"] == "failed"
     heliostat(*up)
     for node in nodes:

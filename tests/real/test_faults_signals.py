@@ -282,7 +282,7 @@ def test_nohup_is_honoured(home: Path, tmp_path: Path, start: Start, venv: str) 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_while_it_releases(home: Path, tmp_path: Path, start: Start, venv: str, number: int) -> None:
-    """The keeper is held, so that the release hangs: Ctrl-C must end it, and the script's work is done."""
+    """The supervisor is held, so that the release hangs: Ctrl-C must end it, and the script's work is done."""
     text = (
         "import pathlib, sys, time\nplace = pathlib.Path(sys.argv[1])\n(place / 'runs').touch()\n"
         "while not (place / 'gate').exists():\n    time.sleep(0.02)\nprint('result')"
@@ -291,7 +291,7 @@ def test_while_it_releases(home: Path, tmp_path: Path, start: Start, venv: str, 
         start, tmp_path, venv, text, program=touching("terminate.Terminator.release", tmp_path / "releases")
     )
     node = Node(home, "lab", "head")
-    os.kill(node.keeper, signal.SIGSTOP)
+    os.kill(node.supervisor, signal.SIGSTOP)
     (tmp_path / "gate").touch()
     until(
         lambda: run_state(home).get("exit_code") == 0 and node_state(home) == "GONE", "the agent's last word"

@@ -508,13 +508,13 @@ def test_the_dashboard_proxy_lets_in_one_browser(pair: Pair, spawn_cli) -> None:
 
 def test_agents_and_ls_are_small(pair: Pair, record_property) -> None:
     for node in ("head", "w1"):
-        keeper = pair.agent(node)["pid"]
+        supervisor = pair.agent(node)["pid"]
         table = processes()
-        inner = [pid for pid, (parent, line) in table.items() if parent == keeper and "agent.pyz" in line]
-        for pid in (keeper, *inner):
+        inner = [pid for pid, (parent, line) in table.items() if parent == supervisor and "agent.pyz" in line]
+        for pid in (supervisor, *inner):
             status = Path(f"/proc/{pid}/status").read_text()
             resident = int(status.partition("VmRSS:")[2].split()[0])
-            record_property(f"{node} {'keeper' if pid == keeper else 'agent'} resident kB", resident)
+            record_property(f"{node} {'supervisor' if pid == supervisor else 'agent'} resident kB", resident)
             print(f"{node} {pid}: {resident} kB")
             assert resident < 30_000
         assert len(inner) == 1

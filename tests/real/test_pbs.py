@@ -339,8 +339,8 @@ def test_a_server_that_is_silent_for_a_while(lab: PbsLab, words: list[str]) -> N
 @pytest.mark.parametrize(("host", "ends"), [("n1", True), ("n2", False)])
 def test_an_agent_is_killed(lab: PbsLab, words: list[str], host: str, ends: bool) -> None:
     up(lab, words, "--nodes", "2")
-    keeper, *_ = lab.find(host, "agent.pyz", "node")
-    agent = lab.root(host, "pgrep", "-P", keeper, "-f", "agent.pyz").out.split()[0]
+    supervisor, *_ = lab.find(host, "agent.pyz", "node")
+    agent = lab.root(host, "pgrep", "-P", supervisor, "-f", "agent.pyz").out.split()[0]
     lab.root(host, "kill", "-9", agent)
     if ends:
         wait_for("the cluster's end", lambda: over(lab))

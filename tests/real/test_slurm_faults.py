@@ -132,8 +132,8 @@ def test_a_head_behind_a_cut_cable(lab: Lab, words: list[str]) -> None:
 @pytest.mark.parametrize("host, ends", [("n1", True), ("n2", False)])
 def test_an_agent_is_killed(lab: Lab, words: list[str], host: str, ends: bool) -> None:
     up(lab, words, "--nodes", "2")
-    keeper, *_ = lab.find(host, "agent.pyz", "node")
-    agent = lab.root(host, "pgrep", "-P", keeper, "-f", "agent.pyz").out.split()[0]
+    supervisor, *_ = lab.find(host, "agent.pyz", "node")
+    agent = lab.root(host, "pgrep", "-P", supervisor, "-f", "agent.pyz").out.split()[0]
     lab.root(host, "kill", "-9", agent)
     if ends:
         wait_for("the cluster's end", lambda: lab.heliostat("ls").err.startswith("no clusters"))

@@ -81,12 +81,12 @@ def test_a_worker_loses_its_slurmstepd(lab: Lab, words: list[str]) -> None:
     ok(lab.heliostat("down", "lab"))
 
 
-def test_keeper_and_slurmstepd_are_killed(lab: Lab, words: list[str]) -> None:
+def test_supervisor_and_slurmstepd_are_killed(lab: Lab, words: list[str]) -> None:
     """The agent alone is left: it ends Ray, removes its directory and releases the allocation."""
     up(lab, words, "--nodes", "2")
-    (keeper,) = find(lab, "keeper", "n1")
+    (supervisor,) = find(lab, "supervisor", "n1")
     kill_stepd(lab, "n1")
-    lab.root("n1", "kill", "-9", keeper)
+    lab.root("n1", "kill", "-9", supervisor)
     nothing_on_hosts(lab)
     wait_for("the end of the job", lambda: not lab.queue())
     lab.heliostat("down", "lab")

@@ -178,7 +178,7 @@ def test_an_interrupted_up_is_taken_up(lab: Lab) -> None:
     ok(lab.heliostat("up", "lab.yaml"))
     gate.unlink()
     for host in ("n1", "n2", "n3"):
-        assert len(lab.find(host, "agent.pyz", "node")) == 2, f"one keeper and its agent on {host}"
+        assert len(lab.find(host, "agent.pyz", "node")) == 2, f"one supervisor and its agent on {host}"
     ok(lab.heliostat("down", "lab"))
 
 

@@ -179,7 +179,7 @@ def test_power_fails_half_way(lab: Lab) -> None:
     lab.boot("n2")
     wait_for("its sshd", lambda: lab.run("ssh", "n2", "true").rc == 0)
     done = lab.heliostat("up", write(lab, ["n2"]))
-    assert done.rc == 1 and "is half made: `heliostat setup` finishes it" in done.err, done.err
+    assert done.rc == 1 and "is incomplete: `heliostat setup` finishes it" in done.err, done.err
     (home("n2") / "gate").touch()
     file = write(lab, ["n1", "n2"])
     assert rows(lab, file) == {"n1": ("2.60.0", "nothing"), "n2": ("2.60.0", "made")}
@@ -198,7 +198,7 @@ def test_an_upgrade_that_is_cut(lab: Lab) -> None:
     wait_for("n2 has given up", lambda: not lab.left_on("n2"))
     assert (home("n2") / VENV / "bin/python").exists(), "it was there before: it stays"
     done = lab.heliostat("up", file)
-    assert done.rc == 1 and "is half made" in done.err, done.err
+    assert done.rc == 1 and "is incomplete" in done.err, done.err
     (home("n2") / "gate").touch()
     assert rows(lab, file) == {"n2": ("2.60.0", "upgraded")} and has(lab, "n2", "ray") == "2.60.0"
 

@@ -316,7 +316,10 @@ def package(tmp_path: Path) -> Path:
 
 
 GOOD = [
-    ("cluster/launch", "from heliostat.backends import base\nfrom heliostat.backends.slurm.backend import x"),
+    (
+        "cluster/launch",
+        "from heliostat.backends import base\nfrom heliostat.backends.slurm.backend.backend import x",
+    ),
     ("backends/slurm/backend", "from heliostat.backends import base, batch\nfrom .states import x"),
     ("backends/slurm/backend", "from heliostat.backends import find"),
     ("backends/base", "from ..config.spec import ClusterSpec\nimport heliostat.agent.probe"),
@@ -352,7 +355,11 @@ BAD = [
     ("backends/base", "from ..cluster.launch import x", "`backends` imports `cluster`"),
     ("backends/slurm/backend", "from heliostat.backends.local import x", "the backend `local`"),
     ("backends/local", "from . import slurm", "the backend `slurm`"),
-    ("backends/local", "def f():\n import heliostat.backends.slurm.backend.states", "the backend `slurm`"),
+    (
+        "backends/local",
+        "def f():\n import heliostat.backends.slurm.backend.backend.states",
+        "the backend `slurm`",
+    ),
     ("cluster/launch", "from .. import api", "`cluster` imports `api`"),
     ("diagnostics/doctor", "from ..cli import up", "`diagnostics` imports `cli`"),
     ("__init__", "from .api import up", "imports `api` at once"),

@@ -58,7 +58,9 @@ OF_SIGNAL = [
 
 class Absent(importlib.abc.MetaPathFinder):
     def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> None:
-        if name.partition(".")[0] in MODULES or name.startswith("heliostat.agent"):
+        if name.partition(".")[0] in MODULES or (
+            name.startswith("heliostat.agent.") and name != "heliostat.agent.protocol"
+        ):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 

@@ -1,5 +1,5 @@
-"""The one program that runs on a node: it starts Ray there, watches it, drains it, cleans up after it.
+"""The program that runs on a node: it starts Ray, monitors it, drains it and cleans up.
 
-An island: it is carried to the node as one zipapp and may meet any Python from 3.9 on. Standard library only;
-it imports nothing of Heliostat, and never Ray (which would cost a second and a hundred megabytes).
+It is copied to the node as one zipapp and runs with any Python from 3.9 on. It uses the standard library only, imports
+nothing else of Heliostat, and never imports Ray, which would cost a second and a hundred megabytes.
 """

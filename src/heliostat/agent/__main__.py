@@ -4,7 +4,7 @@ import sys
 
 if __package__:
     from .main import main
-else:  # called by the path of this folder: nothing of Heliostat needs to be installed for that Python
+else:  # called by the path of this directory: that Python does not need to have Heliostat installed
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     main = importlib.import_module("agent.main").main
 

@@ -1,4 +1,4 @@
-"""For whoever watches from another machine: what changes in the cluster's folder, line by line, over one connection."""
+"""`agent follow`: streams changes of the cluster's directory to a client on another host, one JSON object a line."""
 
 from __future__ import annotations
 
@@ -9,47 +9,49 @@ import json
 import os
 import select
 import time
-from typing import Any, Dict, Iterator, List
+from typing import Dict, Iterator, List, Optional
 
 from . import processes
+from .protocol import FollowLine, FollowRequest
 
-Json = Dict[str, Any]
-LOOK_S = 0.1
-BEAT_S = 5.0  # a word at least so often: whoever cannot be told any more is gone
-LARGEST = 1 << 20  # of one log in one line
+POLL_S = 0.1
+HEARTBEAT_S = 5.0  # a write fails when the client is gone, so a line is written at least this often
+MAX_LOG_BYTES = 1 << 20  # of one log in one line
 
 
-def follow() -> Iterator[Json]:
-    """In the cluster's folder. Standard input: a line of JSON with the head's process, the small files to send whole, a
-    node whose logs are wanted too, and how much of each log is there already; later lines change it. Its end is ours."""
-    words = io.FileIO(0)  # what is not read yet must be seen by select
-    want: Json = json.loads(words.readline())
-    have: Dict[str, int] = want.pop("have")
-    sent: Json = {}
-    spoke = 0.0
+def follow() -> Iterator[FollowLine]:
+    """Yield the changes of the current directory until standard input ends.
+
+    Each line of standard input is a `FollowRequest`; later lines change the first one."""
+    stdin = io.FileIO(0)  # unbuffered: select must see what has not been read
+    request: FollowRequest = json.loads(stdin.readline())
+    have = request.pop("have")
+    sent: Dict[str, Optional[str]] = {}
+    sent_at = 0.0
     while os.path.exists("agent.pyz"):
-        alive = processes.alive(want["pid"], want["start"])  # before its last words are read
-        small = {path: text(path) for path in paths(want["small"])}
+        alive = processes.alive(request["pid"], request["start"])  # before its last report is read
+        small = {path: read_text(path) for path in expand(request["small"])}
         small.update((path, None) for path in sent if path not in small)
-        yield from logs(want["node"], have)  # before the state that may tell of their end
+        yield from read_logs(request["node"], have)  # before the state that may report their end
         new = {path: content for path, content in small.items() if sent.get(path, "") != content}
-        if new or time.monotonic() - spoke > BEAT_S:
+        if new or time.monotonic() - sent_at > HEARTBEAT_S:
             yield {"alive": alive, "files": new}
-            spoke = time.monotonic()
+            sent_at = time.monotonic()
             sent.update(new)
-        if select.select([words], [], [], LOOK_S)[0]:
-            line = words.readline()
+        if select.select([stdin], [], [], POLL_S)[0]:
+            line = stdin.readline()
             if not line:
                 break
-            want.update(json.loads(line))
+            request.update(json.loads(line))
 
 
-def paths(small: List[str]) -> Iterator[str]:
+def expand(small: List[str]) -> Iterator[str]:
+    """The files, and for a directory its JSON files."""
     for name in small:
         yield from glob.glob(name + "/*.json") if os.path.isdir(name) else [name]
 
 
-def text(path: str) -> Any:
+def read_text(path: str) -> Optional[str]:
     try:
         with open(path) as stream:
             return stream.read()
@@ -57,16 +59,16 @@ def text(path: str) -> Any:
         return None
 
 
-def logs(node: Any, have: Dict[str, int]) -> Iterator[Json]:
-    """What has come to the cluster's own logs, and to those of this node."""
+def read_logs(node: Optional[str], have: Dict[str, int]) -> Iterator[FollowLine]:
+    """Yield what was appended to the cluster's logs and to those of this node; updates `have`."""
     for path in glob.glob("logs/*.*") + (glob.glob("logs/%s/*.*" % glob.escape(node)) if node else []):
         name = path[len("logs/") :]
         try:
             with open(path, "rb") as stream:
                 while os.fstat(stream.fileno()).st_size > have.get(name, 0):
                     stream.seek(have.get(name, 0))
-                    data = stream.read(LARGEST)
+                    data = stream.read(MAX_LOG_BYTES)
                     yield {"log": name, "at": have.get(name, 0), "data": base64.b64encode(data).decode()}
                     have[name] = have.get(name, 0) + len(data)
         except OSError:
-            pass  # a folder, or gone in this moment
+            pass  # a directory, or removed meanwhile

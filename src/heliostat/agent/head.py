@@ -1,4 +1,4 @@
-"""The head's agent: a node that also gathers the others, runs the command, keeps the clocks, and ends the cluster."""
+"""The head's agent: a node that also keeps the table of nodes, runs the command, applies timeouts and ends the cluster."""
 
 from __future__ import annotations
 
@@ -10,185 +10,225 @@ import time
 from typing import Any, Dict, List, Optional
 
 from . import files, hub, ports, tls
-from .command import Command
-from .idle import Dashboard, IdleClock, activity, last_jobs
-from .node import Json, Node, mine, try_port
+from .command import Command, runs_here
+from .drain import drain_workers
+from .idle import Dashboard, IdleClock, find_activity, list_jobs
+from .node import Node, check_port
+from .protocol import (
+    SCHEMA,
+    AgentConfig,
+    Answer,
+    ClusterState,
+    Connection,
+    Ended,
+    HeadAddress,
+    HeadMessage,
+    NodeReport,
+    Pulse,
+    RayJob,
+    RefusalCause,
+    Request,
+    StopReason,
+    Warned,
+    WorkerMessage,
+)
 from .raynode import join
 
-WARN_S = 15 * 60
-SPEAK_S = 90.0  # a step of many nodes takes a while to start; after that one that never spoke is lost
+WARN_S = 15 * 60  # before the time limit
+FIRST_HEARTBEAT_S = 90.0  # a step of many nodes takes a while to start; after that a silent node is LOST
+GATHER_S = 600.0  # for nodes to become ready before the command is given up
 GATHER_POLL_S = 1.0
-CLEAN_S = 10.0  # for the other nodes of our job to remove what they have on their disks
-# never the head: Ray would end it while its GCS lives on
-DRAIN = """
-import json, sys
-from ray._raylet import GcsClient
-from ray.core.generated import autoscaler_pb2
-ask = json.load(sys.stdin)
-client = GcsClient(address=ask["address"])
-for node in client.get_all_node_info(timeout=10).values():
-    if node.state == 0 and not node.is_head_node and node.node_name not in ask["but"]:
-        reason = autoscaler_pb2.DRAIN_NODE_REASON_PREEMPTION
-        print(client.drain_node(node.node_id.hex(), reason, ask["reason"], ask["deadline_ms"]))
-"""
+CLEAN_S = 10.0  # for the other nodes of the allocation to remove their private directories
+UNKNOWN_ACTIVITY = (OSError, KeyError, TypeError, asyncio.TimeoutError)  # the dashboard did not answer
 
 
 class Head(Node):
-    def __init__(self, config: Json, temp: str) -> None:
+    def __init__(self, config: AgentConfig, temp: str) -> None:
         super().__init__(config, temp)
         self.hub: Optional[hub.Hub] = None
-        self.gcs = 0  # the GCS's port, once the GCS listens there
-        self.nodes: Dict[str, Json] = {}
-        self.alive = (
-            0  # how many of them are READY: counted as they move, for each beat of each node comes by here
+        self.gcs = 0  # the GCS port, once the GCS listens there
+        self.nodes: Dict[str, NodeReport] = {}
+        self.ready_count = (
+            0  # of the table; updated with each report, since each heartbeat of each node comes here
         )
-        self.work = Command(self.runtime, self.flush) if mine(config) else None
-        self.enough = asyncio.Event()
+        self.command = Command(self.runtime, self.write_state) if runs_here(config) else None
+        self.enough_ready = asyncio.Event()
         self.ready_since: Optional[float] = None
-        self.started = self.looked = time.time()
-        self.ended: Optional[Json] = None
+        self.started = self.checked_at = time.time()
+        self.ended: Optional[Ended] = None
         self.idle = IdleClock(config.get("idle") or {}, self._path("keepalive"))
         self.winding_down = False
-        self.warned: Optional[Json] = None  # the last thing that whoever looks must be told
-        self.look: Optional[asyncio.Future[None]] = None
-        self.jobs: List[Json] = []  # what had become of the submitted jobs when the cluster ended
-        self.last_new = time.monotonic()  # when a node was last heard for the first time
-        self._flush_due = False
+        self.warned: Optional[Warned] = None  # the last warning for users
+        self.idle_check: Optional[asyncio.Future[None]] = None
+        self.jobs: List[RayJob] = []  # the submitted jobs when the cluster ended
+        self.last_new = time.monotonic()  # when a node first sent a report
+        self._write_due = False
 
     def _path(self, name: str) -> str:
         return os.path.join(self.folder, name)
 
-    # -- the table of nodes, and the files that the client reads
+    # -- the table of nodes, and the files for the client
 
-    def changed(self) -> None:
-        self.learn(self.name, self.status())
+    def on_state_change(self) -> None:
+        self.update_node(self.name, self.report())
 
-    def learn(self, node: str, status: Json) -> None:
-        old = self.nodes.get(node, {})
-        since = old.get("ready") if old.get("launch") == status.get("launch") else None
-        if since or (status.get("state") == "READY" and status.get("since")):
-            status["ready"] = since or status["since"]  # the history counts from then on
-        self.nodes[node] = status
+    def update_node(self, node: str, report: NodeReport) -> None:
+        old = self.nodes.get(node, NodeReport())
+        since = old.get("ready") if old.get("launch") == report.get("launch") else None
+        if since or (report.get("state") == "READY" and report.get("since")):
+            report["ready"] = since or report["since"]  # the history counts from then on
+        self.nodes[node] = report
         if not old:
             self.last_new = time.monotonic()
-        if any(old.get(key) != status.get(key) for key in ("state", "reason", "job")):
-            self.note({"node": node, "state": status.get("state"), "reason": status.get("reason")})
-            self.flush_soon()
-        self.alive += (status.get("state") == "READY") - (old.get("state") == "READY")
-        if self.alive >= self.config["min_nodes"] and not self.enough.is_set():
-            self.enough.set()
+        changed = (old.get("state"), old.get("reason"), old.get("job")) != (
+            report.get("state"),
+            report.get("reason"),
+            report.get("job"),
+        )
+        if changed:
+            self.log_event({"node": node, "state": report.get("state"), "reason": report.get("reason")})
+            self.schedule_write()
+        self.ready_count += (report.get("state") == "READY") - (old.get("state") == "READY")
+        if self.ready_count >= self.config["min_nodes"] and not self.enough_ready.is_set():
+            self.enough_ready.set()
             self.ready_since = time.time()
 
-    def heard(self, node: str, message: Json) -> Json:
-        """A worker speaks; the answer tells it that we live, and whether the nodes that it waits for are there."""
-        awaited = message.pop("await", None)
-        if "try" in message:
-            self.background.append(asyncio.ensure_future(self.try_it(node, *message.pop("try"))))
+    def on_message(self, node: str, message: WorkerMessage) -> HeadMessage:
+        """A worker's report. The answer shows that the head is alive, and whether the awaited nodes are ready."""
+        assert self.hub or not message.get("release")
+        wait_for = message.pop("wait_for", None)
+        if "check_port" in message:
+            ip, port = message.pop("check_port")
+            self.background.append(asyncio.ensure_future(self.check_worker_port(node, ip, port)))
         for name in message.pop("release", ()):
-            self.hub.tell({"do": "leave", "reason": "its job ends"}, name)  # type: ignore[union-attr]
-        if int(message.get("launch") or 0) < int(self.nodes.get(node, {}).get("launch") or 0):
-            return {
-                "do": "stop",
-                "reason": "another node has its name now",
-            }  # it was given up, and comes back too late
-        self.learn(node, message)
-        if not awaited:
+            leave: HeadMessage = {"do": "leave", "reason": "its allocation ends"}
+            self.hub.send({**leave, "cause": StopReason.ALLOCATION_ENDED}, name)  # type: ignore[union-attr]
+        known = self.nodes.get(node, NodeReport())
+        if int(message.get("launch") or 0) < int(known.get("launch") or 0):  # it was given up, and reconnects
+            reason = "replaced by a newer launch of the same node"
+            return {"do": "stop", "reason": reason, "cause": StopReason.REPLACED}
+        self.update_node(node, message)
+        if not wait_for:
             return {"gcs": self.gcs}
-        return {
-            "gcs": self.gcs,
-            "there": all(self.nodes.get(name, {}).get("state") == "READY" for name in awaited),
-        }
+        states = [self.nodes.get(name, NodeReport()).get("state") for name in wait_for]
+        return {"gcs": self.gcs, "nodes_ready": all(state == "READY" for state in states)}
 
-    async def try_it(self, node: str, ip: str, port: int) -> None:
-        """A worker asks whether we reach it."""
-        error = await try_port(ip, port)
-        self.hub.tell({"do": "tried", "error": error}, node)  # type: ignore[union-attr]
+    async def check_worker_port(self, node: str, ip: str, port: int) -> None:
+        """Answer a worker's question whether the head can connect to it."""
+        error = await check_port(ip, port)
+        if self.hub:
+            self.hub.send({"do": "port_checked", "error": error}, node)
 
-    def lost(self, node: str) -> None:
-        status = self.nodes.get(node, {})
-        if status.get("state") in ("READY", "STARTING"):
-            since = max(time.time(), float(status.get("since") or 0))
-            self.learn(node, {**status, "state": "LOST", "reason": "its agent is silent", "since": since})
+    def on_node_lost(self, node: str) -> None:
+        report = self.nodes.get(node, NodeReport())
+        if report.get("state") in ("READY", "STARTING"):
+            since = max(time.time(), float(report.get("since") or 0))
+            cause, reason = StopReason.AGENT_SILENT, "no heartbeat from its agent"
+            self.update_node(
+                node, {**report, "state": "LOST", "since": since, "cause": cause, "reason": reason}
+            )
 
-    def miss(self) -> None:
-        """Nodes of our job whose agents have never spoken, long after they were started."""
-        silent = [name for name in self.others if name not in self.nodes]
-        patience = float(self.config.get("speak_s", SPEAK_S))
-        if silent and time.monotonic() - self.began > patience:
-            step = files.tail(os.path.join(self.logs, "step.log"), 300).strip().rpartition("\n")[2]
-            reason = "its agent has not been heard of for %d s%s" % (patience, step and ": " + step)
-            which = {"launch": self.config.get("launch", 0), "since": time.time()}
+    def mark_silent_nodes(self) -> None:
+        """Mark nodes of the allocation LOST whose agents never sent a report."""
+        silent = [name for name in self.other_nodes if name not in self.nodes]
+        timeout_s = float(self.config.get("first_heartbeat_timeout_s", FIRST_HEARTBEAT_S))
+        if silent and time.monotonic() - self.began > timeout_s:
+            line = files.tail(os.path.join(self.logs, "step.log"), 300).strip().rpartition("\n")[2]
+            reason = "no heartbeat from its agent for %d s%s" % (timeout_s, line and ": " + line)
             for name in silent:
-                self.learn(name, {"state": "LOST", "reason": reason, **which})
+                self._set_node_state(name, "LOST", reason, StopReason.AGENT_SILENT)
 
-    def note(self, event: Json) -> None:
-        """One line a transition in the head's own log."""
+    def on_launch_failure(self, reason: str, names: List[str]) -> None:
+        for name in names:
+            if self.nodes.get(name, NodeReport()).get("state") in (None, "STARTING"):
+                self._set_node_state(name, "FAILED", reason, RefusalCause.LAUNCH_FAILED)
+
+    def _set_node_state(self, node: str, state: str, reason: str, cause: str) -> None:
+        """Set the state of a node whose agent cannot report it."""
+        report: NodeReport = {"state": state, "reason": reason, "cause": cause, "since": time.time()}
+        self.update_node(node, {**report, "launch": self.config.get("launch", 0)})
+
+    def log_event(self, event: Dict[str, Any]) -> None:
+        """Append one line to the head's own log."""
         try:
             with open(os.path.join(self.logs, "agent.jsonl"), "a") as stream:
                 stream.write(json.dumps({"at": time.time(), **event}) + "\n")
         except OSError:
             pass
 
-    def flush_soon(self) -> None:
-        if not self._flush_due:  # many nodes that move at once cost one write
-            self._flush_due = True
-            asyncio.get_running_loop().call_later(0.02, self.flush)
+    def schedule_write(self) -> None:
+        if not self._write_due:  # many changes at once cost one write
+            self._write_due = True
+            asyncio.get_running_loop().call_later(0.02, self.write_state)
 
-    def flush(self) -> None:
-        self._flush_due = False
-        job = self.work.job if self.work else None
-        state = {"schema": 1, "nodes": self.nodes, "job": job, "started": self.started, "warned": self.warned,
-                 "ready": self.ready_since}  # fmt: skip
+    def write_state(self) -> None:
+        self._write_due = False
+        state: ClusterState = {
+            "schema": SCHEMA,
+            "nodes": self.nodes,
+            "job": self.command.job if self.command else None,
+            "started": self.started,
+            "warned": self.warned,
+            "ready": self.ready_since,
+            "jobs": self.jobs,
+            "ended": self.ended,
+        }
         try:
-            # on one line: indenting takes Python's slow encoder, and this is written while everybody calls
-            text = json.dumps({**state, "jobs": self.jobs, "ended": self.ended})
-            files.write(self._path("state.json"), text + "\n")
+            # on one line: indenting uses Python's slow encoder, and this runs between the heartbeats of all nodes
+            files.write(self._path("state.json"), json.dumps(state) + "\n")
         except OSError:
             pass  # a full disk must not end a running cluster; the next change tries again
 
-    def pulse(self, beat: int) -> None:
-        limit = self.config.get("time_limit_s")
-        left = limit - (time.monotonic() - self.began) if limit else None
-        idle = round(self.idle.seconds(), 1)
-        said = {"beat": beat, "at": time.time(), "idle_s": idle, "time_left_s": left}
+    def write_pulse(self, beat: int) -> None:
+        pulse: Pulse = {
+            "beat": beat,
+            "at": time.time(),
+            "idle_s": round(self.idle.seconds(), 1),
+            "time_left_s": self.time_left(),
+        }
         try:
-            files.write_json(self._path("pulse.json"), said)
+            files.write_json(self._path("pulse.json"), pulse)
             if self.config["auth"] == "token" and not os.path.exists(self.config["token_path"]):
-                files.write(self.config["token_path"], self.secret)  # somebody removed it: clients need it
-                self.note({"event": "the token file was gone, and is written again"})
+                files.write(self.config["token_path"], self.secret)  # clients need it
+                self.log_event({"event": "the token file was removed; it is written again"})
         except OSError:
             pass
 
     # -- starting
 
-    async def prepare(self, block: ports.Block) -> None:
+    async def before_ray(self, block: ports.Block) -> None:
         if self.hub:
             await self.hub.close(0)
         self.gcs = 0
-        self.hub = hub.Hub(self.secret, self.heard, self.lost, self.silent_s, self.token)
+        self.hub = hub.Hub(
+            self.secret, self.on_message, self.on_node_lost, self.heartbeat_timeout_s, self.token
+        )
         context = tls.server_context(self.config, self.temp)
         self.info["hub"] = await self.hub.start(self.ip, block.ports["hub"], context)
-        place = {"id": self.config["id"], "ip": self.ip, "hub": self.info["hub"]}
-        place.update(ray=self.info["ray"], python=self.info["python"])
-        place["job"] = os.environ.get("SLURM_JOB_ID") or os.environ.get("PBS_JOBID")
-        files.write_json(self._path("head.json"), place)
+        address: HeadAddress = {
+            "id": self.config["id"],
+            "ip": self.ip,
+            "hub": self.info["hub"],
+            "ray": self.info["ray"],
+            "python": self.info["python"],
+            "job": batch_job_id(),
+        }
+        files.write_json(self._path("head.json"), address)
 
-    def gcs_listens(self, port: int) -> None:
-        """The workers learn the port from the hub, which has proved to them that it is this cluster's."""
+    def on_gcs_listening(self, port: int) -> None:
+        """Workers receive the port from the hub, which has proved to be this cluster's."""
         self.gcs = port
         if self.hub:
-            self.hub.tell({"gcs": port})
+            self.hub.send({"gcs": port})
 
     @property
     def dashboard(self) -> Dashboard:
         return Dashboard(self.ray.ports["dashboard"] if self.ray else 0, self.token)
 
-    def publish(self) -> None:
-        """The connection files: what a person sources and a program reads."""
-        assert self.ray and self.hub
-        port = self.ray.ports
-        self.hub.dashboard = port["dashboard"]
-        job = os.environ.get("SLURM_JOB_ID") or os.environ.get("PBS_JOBID")
+    def connection_variables(self) -> Dict[str, Any]:
+        """The variables of `connection.env`."""
+        assert self.ray
+        port, job = self.ray.ports, batch_job_id()
         started = datetime.datetime.fromtimestamp(self.started).astimezone().isoformat(timespec="seconds")
         variables: Dict[str, Any] = {
             "RAY_ADDRESS": join(self.ip, port["gcs"]),
@@ -205,128 +245,173 @@ class Head(Node):
         if self.config["auth"] == "token":
             variables["RAY_AUTH_TOKEN_PATH"] = self.config["token_path"]
         variables.update(tls.exports(self.config))
-        files.write_json(
-            self._path("connection.json"),
-            {"schema": 1, "address": variables["RAY_ADDRESS"], "dashboard_port": port["dashboard"], "ray": self.info["ray"],
-             "python": self.info["python"], "client_port": port["client"] or None,
-             "hub": {"ip": self.ip, "port": self.info["hub"], "tls": bool(self.config.get("tls"))}, "env": variables},
-        )  # fmt: skip
+        return variables
+
+    def write_connection(self) -> None:
+        """Write the connection files: `connection.env` for shells, `connection.json` for programs."""
+        assert self.ray and self.hub
+        port, variables = self.ray.ports, self.connection_variables()
+        self.hub.dashboard = port["dashboard"]
+        connection: Connection = {
+            "schema": SCHEMA,
+            "address": variables["RAY_ADDRESS"],
+            "dashboard_port": port["dashboard"],
+            "ray": self.info["ray"],
+            "python": self.info["python"],
+            "client_port": port["client"] or None,
+            "hub": {"ip": self.ip, "port": self.info["hub"], "tls": bool(self.config.get("tls"))},
+            "env": variables,
+        }
+        files.write_json(self._path("connection.json"), connection)
         lines = ["export %s='%s'\n" % (k, str(v).replace("'", "'\\''")) for k, v in variables.items()]
         files.write(self._path("connection.env"), "".join(lines))
 
     # -- while it runs
 
-    async def live(self) -> None:
+    async def run_until_stop(self) -> None:
         assert self.ray
-        self.publish()
-        self.idle.note(True)  # until now there was nothing that anybody could have used
-        work = [self.ray.ended.wait(), self.clocks()]
-        if self.work:
-            work.append(self.command())
+        self.write_connection()
+        self.idle.update(True)  # the cluster could not be used before
+        work = [self.ray.ended.wait(), self.run_timers()]
+        if self.command:
+            work.append(self.run_command(self.command))
         tasks = [asyncio.ensure_future(coroutine) for coroutine in work]
-        gather = asyncio.ensure_future(asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED))
-        await self.unless_stopped(gather)
+        first = asyncio.ensure_future(asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED))
+        await self.wait_unless_stopped(first)
         for task in tasks:
             task.result() if task.done() else task.cancel()
 
-    async def clocks(self) -> None:
-        """Beats, idle time, the time limit. Returns when the cluster should end."""
-        assert self.block
+    def time_left(self) -> Optional[float]:
         limit = self.config.get("time_limit_s")
-        looked = -1e9
+        return limit - (time.monotonic() - self.began) if limit else None
+
+    async def run_timers(self) -> None:
+        """Heartbeats, requests, idle time and the time limit. Returns when the cluster must end."""
+        limit = self.config.get("time_limit_s")
+        checked = -1e9
         for beat in range(1 << 62):
-            if limit:
-                left = limit - (time.monotonic() - self.began)
+            left = self.time_left()
+            if limit and left is not None:
                 if left <= WARN_S and not self.warned and limit > WARN_S:
                     self.warn("the time limit is %d minutes away" % (left // 60))
-                if left <= self.grace_s and self.config.get("own_clock", True):
-                    return self.stop("the time limit of %d s is reached" % limit)
-            if time.monotonic() - looked >= self.idle.every_s:
-                looked = time.monotonic()
-                if self.look is None or self.look.done():  # a dashboard that hangs must not stop the clocks
-                    self.look = asyncio.ensure_future(self.look_for_activity())
+                if left <= self.grace_s and self.config.get("enforce_time_limit", True):
+                    return self.stop(StopReason.TIME_LIMIT, "the time limit of %d s is reached" % limit)
+            if time.monotonic() - checked >= self.idle.interval_s:
+                checked = time.monotonic()
+                if (
+                    self.idle_check is None or self.idle_check.done()
+                ):  # a slow dashboard must not stop the timers
+                    self.idle_check = asyncio.ensure_future(self.check_idle())
             self.read_requests()
             if beat % 5 == 0:
-                self.pulse(beat)
-                self.miss()
-            await asyncio.sleep(min(1.0, self.idle.every_s))
+                self.write_pulse(beat)
+                self.mark_silent_nodes()
+            await asyncio.sleep(min(1.0, self.idle.interval_s))
 
     def warn(self, text: str) -> None:
         self.warned = {"at": time.time(), "text": text}
-        self.note({"event": text})
-        self.flush_soon()
+        self.log_event({"event": text})
+        self.schedule_write()
 
     def read_requests(self) -> None:
-        """What clients ask of a running cluster: one small file each, removed when it is read."""
-        folder = self._path("requests")
+        """Execute and remove the request files of clients."""
+        directory = self._path("requests")
         try:
-            names = sorted(name for name in os.listdir(folder) if name.endswith(".json"))
+            names = sorted(name for name in os.listdir(directory) if name.endswith(".json"))
         except OSError:
             return
         for name in names:
-            request = files.read_json(os.path.join(folder, name)) or {}
-            os.unlink(os.path.join(folder, name))
-            self.note({"request": request})
-            if request.get("do") == "stop-job" and self.work and request.get("job") == self.work.job["id"]:
-                self.background.append(asyncio.ensure_future(self.work.end(self.grace_s, self.at_once)))
-            elif request.get("do") == "exec" and request.get("node") == self.name:
-                self.background.append(asyncio.ensure_future(self.execute(request)))
-            elif self.hub and request.get("node"):
-                self.hub.tell(request, request["node"])
+            content: Any = files.read_json(os.path.join(directory, name)) or {}
+            os.unlink(os.path.join(directory, name))
+            self.log_event({"request": content})
+            self.execute(content)
 
-    async def look_for_activity(self) -> None:
-        assert self.block
-        if self.guests_at_work() or (self.work and self.work.waits_or_runs):
-            return self.idle.note(True)
-        since, self.looked = self.looked, time.time()  # what began and ended between two looks counts
+    def execute(self, request: Request) -> None:
+        do, node = request.get("do"), request.get("node")
+        if do == "stop-job" and self.command and request.get("job") == self.command.job["id"]:
+            stop = self.command.stop(self.grace_s, self.stop_now)
+            self.background.append(asyncio.ensure_future(stop))
+        elif do == "exec" and node == self.name:
+            self.background.append(asyncio.ensure_future(self.run_exec(request)))
+        elif self.hub and node:
+            message: Any = request  # "exec" and "leave" have the same keys in both documents
+            self.hub.send(message, node)
+
+    async def check_idle(self) -> None:
+        """Update the idle time, and stop the cluster when the idle timeout has passed."""
+        if self.active_joins() or (self.command and self.command.is_active):
+            return self.idle.update(True)
+        since, self.checked_at = self.checked_at, time.time()  # jobs that ran between two checks count
         try:
-            self.idle.note(await activity(self.dashboard, since) is not None)
-        except (OSError, KeyError, TypeError, asyncio.TimeoutError):
-            self.idle.note(True, known=False)  # so nobody's work is ended
-        if not self.idle.is_over():
+            self.idle.update(await find_activity(self.dashboard, since) is not None)
+        except UNKNOWN_ACTIVITY:
+            self.idle.update(True, known=False)  # never end a cluster that may be in use
+        if not self.idle.is_expired():
             return
-        if await self.busy():  # look again: work may have begun while we looked
-            return self.idle.note(True)
-        self.stop("idle for %d s" % self.idle.seconds())
+        if await self.is_busy():  # check again: work may have started meanwhile
+            return self.idle.update(True)
+        self.stop(StopReason.IDLE, "idle for %d s" % self.idle.seconds())
 
-    async def command(self) -> None:
-        """Runs the user's command here when enough nodes are there. Its end is the cluster's end."""
-        assert self.work and self.block
+    async def run_command(self, command: Command) -> None:
+        """Run the user's command when enough nodes are ready. The cluster ends with it."""
         self.last_new = time.monotonic()
-        while not self.enough.is_set():
-            late = self.overdue(time.monotonic())
-            if late:
-                self.stop_reason = late
+        while not self.enough_ready.is_set():
+            reason = self.gather_timeout(time.monotonic())
+            if reason:
+                self.stop_cause, self.stop_reason = StopReason.NODES_MISSING, reason
                 return
             try:
-                await asyncio.wait_for(self.enough.wait(), GATHER_POLL_S)
+                await asyncio.wait_for(self.enough_ready.wait(), GATHER_POLL_S)
             except asyncio.TimeoutError:
                 pass
-        code = await self.work.run(join(self.ip, self.gcs))
-        self.stop_reason = self.stop_reason or "the command ended with code %d" % code
+        code = await command.run(join(self.ip, self.gcs))
+        if not self.stop_reason:
+            self.stop_cause, self.stop_reason = (
+                StopReason.COMMAND_ENDED,
+                "the command ended with code %d" % code,
+            )
 
-    def overdue(self, now: float) -> str:
-        """Why the command waits no longer for nodes; "": it waits. Nodes of other allocations may be queued: as long as one of
-        them was never heard, there is no limit. The time counts from the node that was heard last for the first time."""
-        patience = float(self.config.get("gather_s", 600))
+    def gather_timeout(self, now: float) -> str:
+        """Why the command waits no longer for nodes; "" while it waits.
+
+        Nodes of other allocations may be queued: until each has sent a report there is no limit. The time counts from the
+        first report of the last new node."""
+        timeout_s = float(self.config.get("gather_s", GATHER_S))
         queued = [name for name in self.config.get("queued", ()) if name not in self.nodes]
-        if queued or now - self.last_new <= patience:
+        if queued or now - self.last_new <= timeout_s:
             return ""
-        return "fewer than %d nodes came within %d s" % (self.config["min_nodes"], patience)
+        return "fewer than %d nodes were ready within %d s" % (self.config["min_nodes"], timeout_s)
 
-    def others_failed(self, reason: str, names: List[str]) -> None:
-        for name in names:
-            if self.nodes.get(name, {}).get("state") in (None, "STARTING"):
-                which = {"launch": self.config.get("launch", 0)}
-                self.learn(name, {"state": "FAILED", "reason": reason, "since": time.time(), **which})
+    def active_joins(self) -> List[str]:
+        """Joined nodes whose own command has not ended."""
+        found = []
+        for name, report in self.nodes.items():
+            job = report.get("job")
+            if job and job.get("status") in ("PENDING", "RUNNING", "STOPPING"):
+                found.append(name)
+        return found
 
-    def time_is_up(self) -> None:
-        self.background.append(asyncio.ensure_future(self.wind_down("the time limit is near")))
+    async def is_busy(self) -> bool:
+        """Whether there is unfinished work; True if that is unknown."""
+        if self.active_joins() or (self.command and self.command.is_active):
+            return True
+        try:
+            return await find_activity(self.dashboard) is not None
+        except UNKNOWN_ACTIVITY:
+            return True
 
-    async def wind_down(self, reason: str) -> None:
-        """Tells everybody that the end is near. Half of the grace is Ray's: its workers drain with that deadline (Ray Train
-        sees a preemption and saves). Then commands get SIGTERM, here and on nodes that joined with one, and have the other
-        half. The end comes when the work is done, or the grace is over. A head alone has nothing to drain."""
+    # -- ending
+
+    def on_time_limit(self) -> None:
+        wind_down = self.wind_down(StopReason.TIME_LIMIT, "the time limit is near")
+        self.background.append(asyncio.ensure_future(wind_down))
+
+    async def wind_down(self, cause: str, reason: str) -> None:
+        """Stop the cluster within the grace period.
+
+        In the first half Ray drains the workers with that deadline; Ray Train sees a preemption and saves. Then commands get
+        SIGTERM, on the head and on joined nodes, and have the other half. The cluster stops when the work is done, or after the
+        grace period. A head without workers has nothing to drain."""
         if self.winding_down:
             return
         self.winding_down = True
@@ -334,83 +419,67 @@ class Head(Node):
         self.warn("%s: %d s to finish" % (reason, self.grace_s))
         if any(node.get("state") == "READY" for name, node in self.nodes.items() if name != self.name):
             if self.hub:
-                self.hub.tell({"do": "drain", "reason": reason})
-            notice = asyncio.ensure_future(self.drain_workers(reason, self.grace_s / 2))
-            self.background.append(notice)
-            while time.monotonic() < end - self.grace_s / 2 and await self.busy():
+                self.hub.send({"do": "drain", "reason": reason, "cause": cause})
+            # not nodes with a running command: Ray would end a node whose only work is a driver
+            drain = drain_workers(
+                self.runtime,
+                os.path.join(self.logs, "drain.log"),
+                join(self.ip, self.gcs),
+                reason,
+                self.grace_s / 2,
+                exclude=self.active_joins(),
+            )
+            self.background.append(asyncio.ensure_future(drain))
+            while time.monotonic() < end - self.grace_s / 2 and await self.is_busy():
                 await asyncio.sleep(1)
         if self.hub:
-            self.hub.tell({"do": "warn", "reason": reason, "seconds": end - time.monotonic()})
-        if self.work:
-            await self.work.end(end - time.monotonic(), self.at_once)
-        while time.monotonic() < end and await self.busy():
+            left_s = end - time.monotonic()
+            self.hub.send({"do": "warn", "reason": reason, "cause": cause, "seconds": left_s})
+        if self.command:
+            await self.command.stop(end - time.monotonic(), self.stop_now)
+        while time.monotonic() < end and await self.is_busy():
             await asyncio.sleep(1)
-        self.stop(reason)
+        self.stop(cause, reason)
 
-    def guests_at_work(self) -> List[str]:
-        """Nodes that joined with a command of their own, which has not ended."""
-        jobs = ((name, node.get("job") or {}) for name, node in self.nodes.items())
-        return [name for name, job in jobs if job.get("status") in ("PENDING", "RUNNING", "STOPPING")]
-
-    async def busy(self) -> bool:
-        """Is there work that somebody would miss? Where nobody can tell: yes."""
-        if self.guests_at_work() or (self.work and self.work.waits_or_runs):
-            return True
-        try:
-            return await activity(self.dashboard) is not None
-        except (OSError, KeyError, TypeError, asyncio.TimeoutError):
-            return True
-
-    async def drain_workers(self, reason: str, seconds: float) -> None:
-        """Through Ray itself, in a child: the agent never imports it. Where a command runs, its end is the node's: Ray
-        would end a node whose only work is a driver."""
-        assert self.block
-        request = {"address": join(self.ip, self.gcs), "reason": reason, "but": self.guests_at_work(),
-                   "deadline_ms": int((time.time() + seconds) * 1000)}  # fmt: skip
-        argv, env = self.runtime.wrap(
-            [self.runtime.python, "-c", DRAIN], {**os.environ, **self.runtime.client_environment()}
-        )
-        with open(os.path.join(self.logs, "drain.log"), "ab") as log:
-            child = await asyncio.create_subprocess_exec(
-                *argv, stdin=asyncio.subprocess.PIPE, stdout=log, stderr=log, env=env, cwd="/"
-            )
-            await child.communicate(json.dumps(request).encode())
-
-    # -- ending
-
-    async def leave(self) -> None:
-        if self.work:
-            await self.work.end(self.grace_s, self.at_once)
-            self.work.close()
+    async def shut_down(self) -> None:
+        if self.command:
+            await self.command.stop(self.grace_s, self.stop_now)
+            self.command.close()
         elif self.block:
             try:
-                self.jobs = await last_jobs(self.dashboard)
-            except (OSError, KeyError, TypeError, asyncio.TimeoutError):
-                pass  # Ray is gone already
+                self.jobs = await list_jobs(self.dashboard)
+            except UNKNOWN_ACTIVITY:
+                pass  # Ray has ended already
         if self.hub:
-            self.hub.tell({"do": "stop", "reason": self.stop_reason or self.reason})
+            reason, cause = self.stop_reason or self.reason, self.stop_cause or self.cause
+            self.hub.send({"do": "stop", "reason": reason, "cause": cause})
         if self.ray:
-            await self.ray.end()
+            await self.ray.stop()
         if self.hub:
             await self.hub.close(15)
 
-    async def run(self) -> Json:
-        self.flush_soon()
+    async def run(self) -> Answer:
+        self.schedule_write()
         answer = await super().run()
-        self.ended = {"at": time.time(), "reason": self.reason, "exit_code": self.exit_code()}
-        for name in (*files.OF_A_HEAD, *(["token"] if self.config.get("standalone") else [])):
+        self.ended = {"at": time.time(), "reason": self.reason, "cause": self.cause}
+        self.ended["exit_code"] = self.exit_code()
+        for name in (*files.HEAD_FILES, *(["token"] if self.config.get("standalone") else [])):
             try:
                 os.unlink(self._path(name))
             except OSError:
                 pass
-        self.last_words()  # once more: on a full disk there is room for it only now
-        self.flush()
-        # the job ends with us: what it ends hard cannot clean up, and takes Slurm seconds to cancel
-        if self.step and self.hub:
-            await asyncio.wait([self.step], timeout=CLEAN_S)
+        self.write_report()  # again: on a full disk there is space only now
+        self.write_state()
+        # the allocation ends with this process: wait for the other nodes, which could not clean up after a SIGKILL
+        if self.launch_task and self.hub:
+            await asyncio.wait([self.launch_task], timeout=CLEAN_S)
         return answer
 
     def exit_code(self) -> int:
-        if self.work and self.work.job["exit_code"] is not None:
-            return int(self.work.job["exit_code"])
+        if self.command and self.command.job["exit_code"] is not None:
+            return int(self.command.job["exit_code"])
         return super().exit_code()
+
+
+def batch_job_id() -> Optional[str]:
+    return os.environ.get("SLURM_JOB_ID") or os.environ.get("PBS_JOBID")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from typing import Any, Callable, Dict, NamedTuple, Optional
+from typing import Callable, NamedTuple, Optional
 
 from . import files
+from .protocol import AgentConfig
 
 SAME_ALLOCATION_S = 120.0  # the head's agent started before ours
 LIMIT_S = 600.0  # from the start of the head's agent: it runs elsewhere, or copies an environment first
@@ -49,7 +50,7 @@ class HeadWait:
         return ""
 
 
-def make(config: Dict[str, Any], clock: Callable[[], float]) -> HeadWait:
+def make(config: AgentConfig, clock: Callable[[], float]) -> HeadWait:
     """For the worker with this config. Only the nodes of a batch job have `members`."""
     members = config.get("members") or ()
     together = any(member.get("role") == "head" for member in members)
@@ -58,7 +59,7 @@ def make(config: Dict[str, Any], clock: Callable[[], float]) -> HeadWait:
     return HeadWait(clock, SAME_ALLOCATION_S if short else LIMIT_S, queues=bool(members) and not together)
 
 
-def observe(config: Dict[str, Any]) -> Evidence:
+def observe(config: AgentConfig) -> Evidence:
     """Reads the cluster's directory. A directory that another machine has, or a script submitted by hand, has no record."""
     folder = config["folder"]
     try:

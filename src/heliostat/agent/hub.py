@@ -1,11 +1,10 @@
-"""Messages between the agents of one cluster: the head's agent listens, the others keep one connection to it.
+"""Messages between the agents of one cluster: the head's agent listens, each worker keeps one connection to it.
 
-One JSON object a line. Both sides prove that they know the cluster's secret by an HMAC over the other's random challenge;
-the secret itself never travels. Workers report their state; the head answers, and tells them to stop. A client that has
-proved itself is connected to the head's dashboard, and the head adds the token to its request.
+One JSON object per line. Both sides prove that they know the cluster's secret by an HMAC over the other's random
+challenge; the secret is never sent. Workers send reports; the head answers, and sends requests such as `stop`. A client
+that has proved itself is connected to the head's dashboard, and the head adds the token to its request.
 
-Anybody can open a connection. Until its proof, a connection costs one of a bounded number of places, and nothing that it
-sends is logged.
+Any process can open a connection. The number of connections without a proof is limited, and their content is not logged.
 """
 
 from __future__ import annotations
@@ -20,20 +19,21 @@ import secrets
 import ssl
 import sys
 import time
-from typing import Any, Awaitable, Callable, Dict, Optional, Tuple
+from typing import Any, Awaitable, Callable, Dict, Optional, Tuple, Union
 
 from . import ports
+from .protocol import HeadAddress, HeadMessage, ProofMessage, WorkerMessage
 
-SILENT_S = 30.0  # so long without a word, and a node is lost
-BEATS = 6  # a word that often in that time
-FILES = 16384  # open at once, where the system lets us: a connection a node, and 1,024 is the usual limit
+HEARTBEAT_TIMEOUT_S = 30.0  # mark a node LOST after this long without a message
+HEARTBEATS = 6  # messages of a worker within that time
+MAX_OPEN_FILES = 16384  # one connection per node; the usual limit is 1,024
 PROVE_S = 10.0  # for the proof of a new connection
-UNPROVED = 2048  # connections without a proof at a time; one more, and the oldest of them is closed
+UNPROVED = 2048  # connections without a proof; for one more, the oldest of them is closed
 UNPROVED_PER_ADDRESS = 512
-LOG_EVERY_S = 60.0  # at most one line about refused connections in that time
+LOG_EVERY_S = 60.0  # between two log lines about refused connections
 _HEADER = re.compile(rb"[-!#$%&'*+.^_`|~0-9A-Za-z]+:[^\r\n\0]*")
 _REPLACED = (b"authorization", b"x-ray-authorization", b"connection", b"keep-alive")
-Message = Dict[str, Any]
+Message = Union[HeadMessage, ProofMessage, WorkerMessage]
 
 
 def proof(secret: str, side: str, challenge: str, name: str) -> str:
@@ -42,7 +42,8 @@ def proof(secret: str, side: str, challenge: str, name: str) -> str:
     ).hexdigest()
 
 
-async def receive(reader: asyncio.StreamReader, timeout: float) -> Message:
+async def receive(reader: asyncio.StreamReader, timeout: float) -> Any:
+    """The next JSON object. Raises OSError, ValueError or asyncio.TimeoutError."""
     line = await asyncio.wait_for(reader.readline(), timeout)
     if not line:
         raise ConnectionError("closed")
@@ -55,9 +56,9 @@ async def receive(reader: asyncio.StreamReader, timeout: float) -> Message:
     return message
 
 
-def same(one: object, other: str) -> bool:
-    """In a time that does not depend on where they differ. What a stranger sent may be anything."""
-    return hmac.compare_digest(str(one).encode("utf-8", "backslashreplace"), other.encode())
+def is_equal(received: object, expected: str) -> bool:
+    """Compare in constant time. `received` may be any JSON value."""
+    return hmac.compare_digest(str(received).encode("utf-8", "backslashreplace"), expected.encode())
 
 
 def send(writer: asyncio.StreamWriter, message: Message) -> None:
@@ -65,7 +66,7 @@ def send(writer: asyncio.StreamWriter, message: Message) -> None:
 
 
 async def pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Bytes as they come, to the end."""
+    """Copy bytes until the end of the stream."""
     try:
         while True:
             chunk = await reader.read(1 << 16)
@@ -75,28 +76,29 @@ async def pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> No
             await writer.drain()
         if writer.can_write_eof():
             writer.write_eof()
-        else:  # TLS cannot end one direction alone
+        else:  # TLS cannot close one direction only
             writer.close()
     except OSError:
         writer.close()
 
 
-def more_files() -> int:
-    """Raises our limit of open files as far as we may and need, and returns it. What we start inherits it, and Ray needs it."""
+def raise_file_limit() -> int:
+    """Raise the limit of open files of this process and its children as far as allowed and needed. Returns the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
+    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(MAX_OPEN_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
         return wanted
-    return soft if soft != resource.RLIM_INFINITY else FILES
+    return soft if soft != resource.RLIM_INFINITY else MAX_OPEN_FILES
 
 
 def add_token(head: bytes, secret: str) -> bytes:
-    """The head of an HTTP request, with the token as its only credential, and alone on its connection. Raises ValueError
-    for anything but a plain request: what we read as one header must be one header for the dashboard too."""
+    """The head of an HTTP request with the token as its only credential and `Connection: close`.
+
+    Raises ValueError for a malformed head: the hub and the dashboard must see the same headers."""
     first, *lines = head[: -len(b"\r\n\r\n")].split(b"\r\n")
     if not all(map(_HEADER.fullmatch, lines)):
-        raise ValueError("not a request of HTTP/1")
+        raise ValueError("not an HTTP/1 request")
     names = [line.partition(b":")[0].lower() for line in lines]
     upgrade = b"upgrade" in names
     kept = [line for name, line in zip(names, lines) if name not in _REPLACED]
@@ -104,14 +106,14 @@ def add_token(head: bytes, secret: str) -> bytes:
     return b"\r\n".join([first, *kept, b"Connection: %s" % (b"Upgrade" if upgrade else b"close"), b"", b""])
 
 
-class Waiting:
-    """Connections that have not proved themselves. There is room for so many; a new one takes the place of the oldest one
-    of its address, or of all: a proof takes milliseconds, so those that are old have none to give."""
+class UnprovedConnections:
+    """A limited number of connections without a proof. Above the limit, the oldest one of the same address, or of all, is
+    closed: a proof takes milliseconds, so old connections have none."""
 
     def __init__(self, total: int = UNPROVED, per_address: int = UNPROVED_PER_ADDRESS) -> None:
         self.total, self.per_address = total, per_address
-        self.open: Dict[asyncio.StreamWriter, str] = {}  # in the order in which they came
-        self.refused, self.told_at = 0, float("-inf")
+        self.open: Dict[asyncio.StreamWriter, str] = {}  # connection -> address, oldest first
+        self.refused, self.logged_at = 0, float("-inf")
 
     def add(self, writer: asyncio.StreamWriter) -> None:
         address = str((writer.get_extra_info("peername") or ("",))[0])
@@ -128,45 +130,50 @@ class Waiting:
             writer.transport.abort()
 
     def count(self) -> None:
-        """One line a minute says how many there were, whatever they sent."""
+        """Count a refused connection, and log the number at most once a minute."""
         self.refused += 1
-        if time.monotonic() - self.told_at > LOG_EVERY_S:
+        if time.monotonic() - self.logged_at > LOG_EVERY_S:
             sys.stderr.write("the hub has closed %d connections without a valid proof\n" % self.refused)
-            self.told_at = time.monotonic()
+            self.logged_at = time.monotonic()
 
 
 class Hub:
-    """The head's side. `on_message(node, message)` gives the answer to each message of a worker (so that it knows that its
-    head is alive), `on_lost(node)` is called when it is silent or its connection is gone."""
+    """The head's side. `on_message(node, message)` returns the answer to each message of a worker, which shows that the head
+    is alive; `on_lost(node)` is called when a worker is silent or its connection is closed."""
 
     def __init__(
         self,
         secret: str,
-        on_message: Callable[[str, Message], Optional[Message]],
+        on_message: Callable[[str, WorkerMessage], Optional[HeadMessage]],
         on_lost: Callable[[str], None],
-        silent_s: float = SILENT_S,
+        heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
         token: str = "",
     ):
-        self.secret, self.on_message, self.on_lost, self.silent_s = secret, on_message, on_lost, silent_s
-        self.token = token  # of Ray; empty where the cluster has none
-        self.dashboard = 0  # its port on loopback, once it is known
+        self.secret, self.on_message, self.on_lost, self.heartbeat_timeout_s = (
+            secret,
+            on_message,
+            on_lost,
+            heartbeat_timeout_s,
+        )
+        self.token = token  # of Ray; "" without authentication
+        self.dashboard = 0  # its port on loopback; 0: not known yet
         self.writers: Dict[str, asyncio.StreamWriter] = {}
-        self.waiting = Waiting()
+        self.unproved = UnprovedConnections()
         self.server: Optional[asyncio.AbstractServer] = None
 
     async def start(self, host: str, port: int, context: Optional[ssl.SSLContext] = None) -> int:
-        """Listens, with TLS where there is a context. Returns the port, which the kernel chooses for 0."""
-        limit = more_files()
-        self.waiting.total = max(16, min(UNPROVED, limit // 4))
+        """Listen, with TLS if there is a context. Returns the port, which the kernel chooses for 0."""
+        limit = raise_file_limit()
+        self.unproved.total = max(16, min(UNPROVED, limit // 4))
         self.server = await asyncio.start_server(
             self._serve, host, port, limit=1 << 16, backlog=1024, ssl=context
         )
         return int(self.server.sockets[0].getsockname()[1])
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Whatever a stranger sends ends the connection, and nothing else."""
+        """Serve one connection. Invalid input closes it and has no other effect."""
         node = None
-        self.waiting.add(writer)
+        self.unproved.add(writer)
         try:
             name, is_client = await self._prove(reader, writer)
             if is_client:
@@ -176,7 +183,7 @@ class Hub:
                 old.close()
             node, self.writers[name] = name, writer
             while True:
-                send(writer, self.on_message(name, await receive(reader, self.silent_s)) or {})
+                send(writer, self.on_message(name, await receive(reader, self.heartbeat_timeout_s)) or {})
         except (
             OSError,
             EOFError,
@@ -187,47 +194,48 @@ class Hub:
         ):
             pass
         finally:
-            if self.waiting.open.pop(writer, None) is not None:
-                self.waiting.count()
+            if self.unproved.open.pop(writer, None) is not None:
+                self.unproved.count()
             writer.close()
             if node is not None and self.writers.get(node) is writer:
                 del self.writers[node]
                 self.on_lost(node)
 
     async def _prove(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Tuple[str, bool]:
-        """(name, whether it is a client) of whoever proves that they know the secret. Raises ValueError for others."""
+        """(name, whether it is a client) of a peer that proves to know the secret. Raises ValueError otherwise."""
         challenge = secrets.token_hex(16)
         send(writer, {"challenge": challenge})
         hello = await receive(reader, PROVE_S)
         name, side = str(hello.get("node")), "client" if hello.get("relay") else "worker"
-        if not same(hello.get("proof"), proof(self.secret, side, challenge, name)):
+        if not is_equal(hello.get("proof"), proof(self.secret, side, challenge, name)):
             raise ValueError("no proof")
-        self.waiting.open.pop(writer, None)
+        self.unproved.open.pop(writer, None)
         send(writer, {"proof": proof(self.secret, "head", str(hello.get("challenge")), name)})
         return name, side == "client"
 
     async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Passes one HTTP request to the dashboard, which listens on this host's loopback only, and adds the token. The
-        token goes to a process of this user, or nowhere."""
-        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), self.silent_s)
+        """Forward one HTTP request to the dashboard on this host's loopback, and add the token. The token is sent to a process
+        of this user only."""
+        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), self.heartbeat_timeout_s)
         if not self.dashboard or not ports.is_ours(self.dashboard):
             writer.write(b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
             return
         request = add_token(head, self.token)
-        there, back = await asyncio.open_connection("127.0.0.1", self.dashboard)
+        from_dashboard, to_dashboard = await asyncio.open_connection("127.0.0.1", self.dashboard)
         try:
-            back.write(request)
-            await asyncio.gather(pipe(reader, back), pipe(there, writer))
+            to_dashboard.write(request)
+            await asyncio.gather(pipe(reader, to_dashboard), pipe(from_dashboard, writer))
         finally:
-            back.close()
+            to_dashboard.close()
 
-    def tell(self, message: Message, node: Optional[str] = None) -> None:
+    def send(self, message: HeadMessage, node: Optional[str] = None) -> None:
+        """Send to this worker, or to all."""
         for name, writer in list(self.writers.items()):
             if node in (None, name):
                 send(writer, message)
 
     async def close(self, seconds: float) -> None:
-        """Waits until every worker has hung up, for so long at most."""
+        """Wait until every worker has disconnected, at most this long; then close."""
         end = asyncio.get_running_loop().time() + seconds
         while self.writers and asyncio.get_running_loop().time() < end:
             await asyncio.sleep(0.02)
@@ -237,70 +245,70 @@ class Hub:
             writer.close()
 
 
-class Link:
-    """A worker's side: keeps one connection to the hub, comes back when it breaks.
+class HubClient:
+    """A worker's side: keeps one connection to the hub and reconnects when it breaks.
 
-    `find()` gives the hub's (host, port), or None while nobody knows it. `status()` is what we say of ourselves."""
+    `find_head()` returns the head's address, or None while it is unknown. `report()` returns the message of a heartbeat."""
 
     def __init__(
         self,
         secret: str,
         node: str,
-        find: Callable[[], Optional[Message]],
-        status: Callable[[], Message],
-        on_message: Callable[[Message], Awaitable[None]],
-        silent_s: float = SILENT_S,
+        find_head: Callable[[], Optional[HeadAddress]],
+        report: Callable[[], WorkerMessage],
+        on_message: Callable[[HeadMessage], Awaitable[None]],
+        heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
         context: Optional[ssl.SSLContext] = None,
     ):
         self.context = context
-        self.secret, self.node, self.silent_s = secret, node, silent_s
-        self.find, self.status, self.on_message = find, status, on_message
+        self.secret, self.node, self.heartbeat_timeout_s = secret, node, heartbeat_timeout_s
+        self.find_head, self.report, self.on_message = find_head, report, on_message
         self.writer: Optional[asyncio.StreamWriter] = None
-        self.met = False  # whether there has been a connection to this head
-        self.error = ""  # why there is no connection
-        self.heard = asyncio.get_running_loop().time()  # when the head was last there
+        self.was_connected = False
+        self.error = ""  # why the last connection failed
+        self.last_contact = asyncio.get_running_loop().time()
 
-    def say(self) -> None:
+    def send_report(self) -> None:
         if self.writer is not None:
-            send(self.writer, self.status())
+            send(self.writer, self.report())
 
     async def run(self) -> None:
         while True:
             try:
-                await self._talk()
+                await self._connect()
             except (OSError, ValueError, asyncio.TimeoutError, asyncio.LimitOverrunError) as error:
                 self.error = str(error) or type(error).__name__
             self.writer = None
             await asyncio.sleep(0.25)
 
-    async def _talk(self) -> None:
-        head = self.find()
+    async def _connect(self) -> None:
+        head = self.find_head()
         if head is None:
             return
-        dial = asyncio.open_connection(
+        connect = asyncio.open_connection(
             head["ip"], head["hub"], ssl=self.context, server_hostname=head["ip"] if self.context else None
         )
-        reader, writer = await asyncio.wait_for(dial, 5)
-        beats = None
+        reader, writer = await asyncio.wait_for(connect, 5)
+        heartbeats = None
         try:
-            mine = secrets.token_hex(16)
+            own_challenge = secrets.token_hex(16)
             challenge = str((await receive(reader, 10)).get("challenge"))
             answer = proof(self.secret, "worker", challenge, self.node)
-            send(writer, {"node": self.node, "proof": answer, "challenge": mine})
-            theirs = str((await receive(reader, 10)).get("proof"))
-            if not same(theirs, proof(self.secret, "head", mine, self.node)):
-                raise ConnectionError("another cluster answers there")
-            self.writer, self.met = writer, True
-            beats = asyncio.ensure_future(self._beat())
+            send(writer, {"node": self.node, "proof": answer, "challenge": own_challenge})
+            head_proof = str((await receive(reader, 10)).get("proof"))
+            if not is_equal(head_proof, proof(self.secret, "head", own_challenge, self.node)):
+                raise ConnectionError("another cluster answers at this address")
+            self.writer, self.was_connected = writer, True
+            heartbeats = asyncio.ensure_future(self._send_heartbeats())
             while True:
-                self.heard = asyncio.get_running_loop().time()
-                await self.on_message(await receive(reader, self.silent_s))
+                self.last_contact = asyncio.get_running_loop().time()
+                await self.on_message(await receive(reader, self.heartbeat_timeout_s))
         finally:
-            if beats:
-                beats.cancel()
+            if heartbeats:
+                heartbeats.cancel()
             writer.close()
 
-    async def _beat(self) -> None:
+    async def _send_heartbeats(self) -> None:
         while True:
-            self.say()
-            await asyncio.sleep(self.silent_s / BEATS)
+            self.send_report()
+            await asyncio.sleep(self.heartbeat_timeout_s / HEARTBEATS)

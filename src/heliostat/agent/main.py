@@ -1,5 +1,6 @@
-"""What the agent answers to: `probe`, `setup`, `node`, `stop`, `sweep`, `watch`. JSON in on standard input, one JSON answer out on every path.
-`follow` goes on, and answers in lines."""
+"""The subcommands of the agent. Each reads JSON from standard input and writes one JSON answer, also after an error.
+
+`follow` is the exception: it writes one line per change."""
 
 from __future__ import annotations
 
@@ -11,99 +12,123 @@ import signal
 import sys
 import time
 import traceback
-from typing import Any, Callable, Dict, List
+from typing import Any, Callable, Dict, List, Mapping, NoReturn
 
 from . import files, ownership, processes, step, tempdirs
-from .files import sentence
+from .files import describe
+from .protocol import (
+    SCHEMA,
+    AgentConfig,
+    Answer,
+    NodeReport,
+    RefusalCause,
+    Refused,
+    SetupRequest,
+    StopReason,
+    StopRequest,
+    WatchConfig,
+    cause_of,
+)
 
-Json = Dict[str, Any]
 
-
-def do_probe(_: Json) -> Json:
+def do_probe(_: Any) -> Mapping[str, Any]:
     from . import guard, probe
 
     found = {**probe.probe(), "ports_refused": guard.refusal()}
-    folder = os.path.join(os.path.expanduser("~"), ".heliostat", "via")
-    unsafe = ownership.find_unsafe(folder) or ownership.find_unsafe(found["disk"]["path"], shared=True)
+    directory = os.path.join(os.path.expanduser("~"), ".heliostat", "via")
+    unsafe = ownership.find_unsafe(directory) or ownership.find_unsafe(found["disk"]["path"], shared=True)
     return {"ok": True, **found, "unsafe": unsafe._asdict() if unsafe else None}
 
 
-def do_node(config: Json) -> Json:
-    """Runs a node to its end. This process only keeps: the node's life is a child, and when that ends, however it
-    ends, the keeper ends every process that is left of it and removes its folder."""
+def do_node(config: AgentConfig) -> Answer:
+    """Run a node to its end.
+
+    This process is the supervisor; the node's agent is its child. When the agent ends for any reason, the supervisor kills
+    every process that is left of the node and removes its private directory."""
     umask = os.umask(0o077)
-    config = {**_at_home(_mine(config)), "umask": umask}  # the person's own, for their command
+    config = {**_resolve_paths(_select_member(config)), "umask": umask}
     unsafe = ownership.find_unsafe(config["folder"])
     if unsafe:
-        raise OSError("the cluster's directory %s is not safe: %s" % (config["folder"], unsafe))
+        reason = "the cluster's directory %s is not safe: %s" % (config["folder"], unsafe)
+        raise Refused(RefusalCause.DIRECTORY_UNSAFE, reason)
     if "standalone" in config:
         _make_folder(config)
     os.environ[processes.MARK] = config["mark"]
-    # told to end before anybody can listen: it waits until both of us do
-    signal.pthread_sigmask(signal.SIG_BLOCK, processes.SIGNALS)
+    # signals that arrive before supervisor and agent have their handlers stay pending
+    signal.pthread_sigmask(signal.SIG_BLOCK, processes.FORWARDED)
     try:
         temp = tempdirs.make(config["mark"])
-    except OSError as error:
-        return _mourn(config, sentence(error))
-    keeper = os.getpid()
-    daemon = step.find_daemon(keeper)
+    except (OSError, Refused) as error:
+        return _report_failure(config, cause_of(error), describe(error))
+    supervisor = os.getpid()
+    daemon = step.find_daemon(supervisor)
     processes.adopt_orphans()
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(reader)
-        _be_the_agent({**config, "slurmstepd": daemon}, temp, keeper, writer)
+        _run_agent({**config, "slurmstepd": daemon}, temp, supervisor, writer)
     os.close(writer)
-    for number in processes.SIGNALS:
+    for number in processes.FORWARDED:
         signal.signal(number, lambda number, _: processes.send([child], number))
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, processes.SIGNALS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, processes.FORWARDED)
     status = _wait_for(child)
     with os.fdopen(reader, "rb") as stream:
-        said = stream.read()
-    left = processes.end_all([keeper], config["mark"])
+        output = stream.read()
+    left = processes.end_all([supervisor], config["mark"])
     tempdirs.remove(temp)
-    if config.get("place") == 0 and step.is_gone(keeper, daemon):
+    if config.get("member_index") == 0 and step.is_gone(supervisor, daemon):
         step.release_job()
-    if "standalone" in config and config["role"] == "head":  # no client will
+    if "standalone" in config and config["role"] == "head":  # there is no client that removes it
         shutil.rmtree(os.path.join(os.path.dirname(config["token_path"]), files.TLS), ignore_errors=True)
-    if said:
-        answer: Json = json.loads(said)
+    if output:
+        answer: Answer = json.loads(output)
     else:
-        answer = _mourn(config, "its agent was killed (signal %d)" % (status & 127))
+        reason = "its agent was killed (signal %d)" % (status & 127)
+        answer = _report_failure(config, StopReason.AGENT_KILLED, reason)
     if left:
-        answer.update(ok=False, left=left)
+        answer.update({"ok": False, "left": left})
     return answer
 
 
-def _mine(config: Json) -> Json:
-    """Our own part of a config for many nodes: the first is whoever was started with `others` to start, the rest count."""
+def _select_member(config: AgentConfig) -> AgentConfig:
+    """This node's part of a config for an allocation. The first node has `launch_command`; the rest have a rank."""
     if "members" not in config:
         return config
-    place = (
-        0
-        if config.get("others") is not None or len(config["members"]) == 1
-        else int(os.environ[config["rank"]]) + 1
+    first = config.get("launch_command") is not None or len(config["members"]) == 1
+    index = 0 if first else int(os.environ[config["rank_variable"]]) + 1
+    whole = json.dumps(config)  # unchanged: what one node resolves does not apply to the others
+    member = config["members"][index]
+    own: AgentConfig = {**config, **member}
+    own.update(
+        {
+            "mark": "%s-%s" % (config["mark"], member["node"]),
+            "allocation_config": whole,
+            "member_index": index,
+        }
     )
-    whole = json.dumps(config)  # as it came: what a node settles for itself is not meant for the others
-    me = config["members"][place]
-    return {**config, **me, "mark": "%s-%s" % (config["mark"], me["node"]), "whole": whole, "place": place}
+    return own
 
 
-def _at_home(config: Json) -> Json:
-    """Where each machine has a folder of its own, paths are below the home, whatever that is here."""
+def _resolve_paths(config: AgentConfig) -> AgentConfig:
+    """Relative paths are below this host's home."""
     home = os.path.expanduser("~")
-    paths: Json = {key: os.path.join(home, config[key]) for key in ("folder", "token_path")}
+    resolved: AgentConfig = {**config}
+    resolved["folder"] = os.path.join(home, config["folder"])
+    resolved["token_path"] = os.path.join(home, config["token_path"])
     command = config.get("command")
     if command:
-        paths["command"] = {
-            **command,
-            **{k: os.path.join(home, command[k]) for k in ("cwd", "package") if k in command},
-        }
-    return {**config, **paths}
+        command = {**command}
+        if "cwd" in command:
+            command["cwd"] = os.path.join(home, command["cwd"])
+        if "package" in command:
+            command["package"] = os.path.join(home, command["package"])
+        resolved["command"] = command
+    return resolved
 
 
-def _make_folder(config: Json) -> None:
-    """Nobody has made the record: a person submitted the script by hand."""
+def _make_folder(config: AgentConfig) -> None:
+    """Make the cluster's directory, token and TLS files for a script that a user submitted without the client."""
     os.makedirs(os.path.join(config["folder"], "logs"), exist_ok=True)
     if config["auth"] == "token" and config["role"] == "head" and not os.path.exists(config["token_path"]):
         files.write(config["token_path"], secrets.token_hex(32))
@@ -113,22 +138,25 @@ def _make_folder(config: Json) -> None:
             tls.make_authority(config)
 
 
-def _be_the_agent(config: Json, temp: str, keeper: int, writer: int) -> None:
+def _run_agent(config: AgentConfig, temp: str, supervisor: int, writer: int) -> NoReturn:
+    """In the child of the supervisor: run the node, and write the answer to the pipe."""
     processes.die_with_parent()
-    if os.getppid() != keeper:
+    if os.getppid() != supervisor:
         os._exit(1)
     try:
         from .head import Head
-        from .node import Worker, serve
+        from .node import serve
+        from .worker import Worker
 
         answer = serve(config, temp, Head if config["role"] == "head" else Worker)
     except BaseException as error:
         traceback.print_exc()
-        answer = _mourn(config, sentence(error))
-    if os.getppid() != keeper:  # it was killed, so its work is ours
+        answer = _report_failure(config, cause_of(error), describe(error))
+    if os.getppid() != supervisor:  # it was killed: do its work
         processes.end_all([os.getpid()], config["mark"])
         tempdirs.remove(temp)
-        if config.get("place") == 0 and config["slurmstepd"]:  # the batch script has ended with its keeper
+        # the batch script has ended with its supervisor
+        if config.get("member_index") == 0 and config["slurmstepd"]:
             step.release_job()
         os._exit(1)
     os.write(writer, json.dumps(answer).encode())
@@ -136,45 +164,53 @@ def _be_the_agent(config: Json, temp: str, keeper: int, writer: int) -> None:
 
 
 def _wait_for(child: int) -> int:
-    """The wait status of this child; whatever else we adopted is reaped on the way."""
+    """The wait status of this child; reaps adopted processes meanwhile."""
     while True:
         pid, status = os.wait()
         if pid == child:
             return status
 
 
-def _mourn(config: Json, reason: str) -> Json:
-    """The agent could not write its own last words, nor give its answer."""
-    words = {"state": "FAILED", "reason": reason, "since": time.time(), "launch": config.get("launch", 0)}
+def _report_failure(config: AgentConfig, cause: str, reason: str) -> Answer:
+    """Write the final report for an agent that could not, and return its answer."""
+    report: NodeReport = {
+        "state": "FAILED",
+        "reason": reason,
+        "cause": cause,
+        "since": time.time(),
+        "launch": config.get("launch", 0),
+    }
     try:
-        folder = os.path.join(config["folder"], "nodes")
-        if not os.path.isdir(folder):
-            os.mkdir(folder, 0o700)
-        path = os.path.join(folder, config["node"] + ".json")
-        files.write_json(path, {**(files.read_json(path) or {"node": config["node"]}), **words})
+        directory = os.path.join(config["folder"], "nodes")
+        if not os.path.isdir(directory):
+            os.mkdir(directory, 0o700)
+        path = os.path.join(directory, config["node"] + ".json")
+        files.write_json(path, {**(files.read_json(path) or {"node": config["node"]}), **report})
         if config["role"] == "head":
             path = os.path.join(config["folder"], "state.json")
-            state = files.read_json(path) or {"schema": 1, "nodes": {}, "job": None}
-            state["nodes"].setdefault(config["node"], {}).update(words)
-            state["ended"] = {"at": time.time(), "reason": reason, "exit_code": 1}
+            state = files.read_json(path) or {"schema": SCHEMA, "nodes": {}, "job": None}
+            state["nodes"].setdefault(config["node"], {}).update(report)
+            state["ended"] = {"at": time.time(), "reason": reason, "cause": cause, "exit_code": 1}
             if state["job"] and state["job"].get("exit_code") is None:
                 state["job"].update(status="FAILED", ended=time.time())
             files.write_json(path, state)
-            for name in files.OF_A_HEAD:
+            for name in files.HEAD_FILES:
                 os.unlink(os.path.join(config["folder"], name))
     except OSError:
         pass
-    return {"ok": False, "node": config["node"], "exit_code": 1, "state": "FAILED", "reason": reason}
+    node = config["node"]
+    return {"ok": False, "node": node, "exit_code": 1, "state": "FAILED", "reason": reason, "cause": cause}
 
 
-def do_stop(request: Json) -> Json:
-    """Ends the nodes named by {"pid", "start", "mark", "temp"}; verifies. `now`: no last will. Idempotent. Also removes what
-    any node of ours left on this host whose processes were killed."""
+def do_stop(request: StopRequest) -> Answer:
+    """Stop these nodes and verify that their processes have ended; also removes what killed nodes left on this host.
+
+    Idempotent. With `now`, the nodes get no time to stop in order."""
     deadline = time.monotonic() + float(request.get("seconds", 60))
-    nodes: List[Json] = request["nodes"]
+    nodes = request["nodes"]
     living = [n for n in nodes if processes.alive(n["pid"], n.get("start"))]
     processes.send([n["pid"] for n in living], signal.SIGTERM)
-    for node in living:  # one that was suspended must wake up to hear it
+    for node in living:  # a suspended process receives SIGTERM only when it continues
         processes.send([*processes.children(node["pid"]), node["pid"]], signal.SIGCONT)
     while living and time.monotonic() < deadline and not request.get("now"):
         time.sleep(0.05)
@@ -188,8 +224,8 @@ def do_stop(request: Json) -> Json:
     return {"ok": not left, "left": left, "killed": [n["pid"] for n in living]}
 
 
-def do_sweep(_: Json) -> Json:
-    """Removes what nodes of ours left on this host whose processes were killed; waits a little for the last of them to end."""
+def do_sweep(_: Any) -> Answer:
+    """Remove what killed nodes left on this host; waits a little for the last of their processes to end."""
     deadline = time.monotonic() + 5
     removed = tempdirs.sweep_all([])
     while time.monotonic() < deadline and any(map(tempdirs.ending, tempdirs.parents())):
@@ -198,19 +234,19 @@ def do_sweep(_: Json) -> Json:
     return {"ok": True, "removed": removed}
 
 
-def do_setup(request: Json) -> Json:
+def do_setup(request: SetupRequest) -> Answer:
     from . import setup
 
     return setup.make(request)
 
 
-def do_watch(config: Json) -> Json:
+def do_watch(config: WatchConfig) -> Answer:
     from . import watch
 
     return watch.do_watch(config)
 
 
-VERBS: Dict[str, Callable[[Json], Json]] = {
+SUBCOMMANDS: Dict[str, Callable[[Any], Mapping[str, Any]]] = {
     "probe": do_probe,
     "node": do_node,
     "stop": do_stop,
@@ -220,7 +256,7 @@ VERBS: Dict[str, Callable[[Json], Json]] = {
 }
 
 
-def _say(answer: Json) -> None:
+def _write_line(answer: Mapping[str, Any]) -> None:
     sys.stdout.write(json.dumps(answer) + "\n")
     sys.stdout.flush()
 
@@ -230,18 +266,18 @@ def main() -> int:
         from .follow import follow
 
         for line in follow():
-            _say(line)
+            _write_line(line)
         return 0
     try:
-        verb = VERBS[sys.argv[1]] if len(sys.argv) == 2 and sys.argv[1] in VERBS else None
-        if verb is None:
-            raise ValueError("say one of: %s" % ", ".join(VERBS))
+        subcommand = SUBCOMMANDS[sys.argv[1]] if len(sys.argv) == 2 and sys.argv[1] in SUBCOMMANDS else None
+        if subcommand is None:
+            raise ValueError("usage: one of the subcommands %s" % ", ".join(SUBCOMMANDS))
         text = sys.stdin.read()
         if not text.strip():
-            raise ValueError("nothing on standard input: whoever started this agent is gone")
-        answer = verb(json.loads(text))
+            raise ValueError("nothing on standard input: the process that started this agent has ended")
+        answer = subcommand(json.loads(text))
     except Exception as error:
         traceback.print_exc()
-        answer = {"ok": False, "error": sentence(error), "exit_code": 1}
-    _say(answer)
+        answer = {"ok": False, "error": describe(error), "cause": cause_of(error), "exit_code": 1}
+    _write_line(answer)
     return int(answer.get("exit_code", 0 if answer.get("ok") else 1))

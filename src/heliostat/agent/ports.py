@@ -1,8 +1,7 @@
 """The ports of one Ray node, and which user's process listens on a port.
 
-By default every service binds port 0: the kernel chooses a free port and the service owns it at once, so that no other
-program can know or take it before. With a port range of the user's (`network.ports`), a node takes a block of that range and
-holds it until Ray has bound it.
+By default every service binds port 0: the kernel chooses a free port, and no other program can take it before the service
+does. With a port range (`network.ports`), a node takes a block of the range and holds it until Ray has bound it.
 """
 
 from __future__ import annotations
@@ -14,25 +13,23 @@ import struct
 import sys
 from typing import Dict, Iterable, List, NamedTuple, Optional, Set, Tuple
 
-# Ray's own services, then ours (the hub)
+# Ray's services, then the hub
 SERVICES = (
     "gcs", "client", "dashboard", "node_manager", "object_manager", "runtime_env_agent", "agent_http", "agent_grpc",
     "metrics", "autoscaler_metrics", "dashboard_metrics", "hub",
 )  # fmt: skip
-# Ray connects to these, with its token, before they listen: nobody may know their ports, not even in a named range
+# Ray connects to these with its token before they listen, so their ports must be unpredictable, also with a range
 KERNEL_CHOOSES = ("runtime_env_agent", "agent_grpc")
-UNIT = 16  # ports of a block that are not the workers'
-LOCK = (
-    UNIT - 1
-)  # the port of a block on which its agent listens, so that no other user's agent takes the block
+UNIT = 16  # ports of a block that are not for workers
+LOCK = UNIT - 1  # the agent listens on this port of its block, so that no other user's agent takes the block
 
 
 class NoPorts(Exception):
-    """No block is free. The text names the range."""
+    """No block of the range is free."""
 
 
 class Block:
-    """ports: name -> number, 0 where the kernel chooses. workers: (first, last) for Ray's workers, or None."""
+    """ports: name -> number, 0 if the kernel chooses. workers: (first, last) port for Ray's workers, or None."""
 
     def __init__(self, window: Optional[Tuple[int, int]] = None, with_client: bool = False) -> None:
         self.ports = dict.fromkeys(SERVICES, 0)
@@ -66,7 +63,7 @@ class Block:
         return port
 
     def seal(self, ports: Iterable[int]) -> None:
-        """Ray listens on these ports. From now on nobody else can bind them, also after Ray has ended."""
+        """Ray listens on these ports. From now on no other process can bind them, also after Ray has ended."""
         for port in ports:
             if port in self._held:
                 self._held[port].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
@@ -79,12 +76,12 @@ class Block:
 
 
 def take(window: Optional[Tuple[int, int]] = None, with_client: bool = False) -> Block:
-    """Ports that the kernel chooses, or a free block of the range that the user named."""
+    """Ports that the kernel chooses, or a free block of the range. Raises NoPorts."""
     if window is None:
         return Block(None, with_client)
     low, high = window
     size = min(512, high - low + 1)
-    # but for the first, each begins where a unit does: two blocks that touch must not need the same lock
+    # all but the first start at a unit, so that adjacent blocks do not need the same lock
     for start in (low, *range(-(-(low + size) // UNIT) * UNIT, high - size + 2, size)):
         try:
             return Block((start, start + size - 1))
@@ -99,7 +96,7 @@ class Listener(NamedTuple):
 
 
 def listeners(wanted: Iterable[int]) -> Dict[int, Set[Listener]]:
-    """port -> the sockets, anybody's, that listen on it. Empty where there is no /proc."""
+    """port -> the sockets of all users that listen on it. Empty without /proc."""
     ports = frozenset(wanted)
     found: Dict[int, Set[Listener]] = {}
     for path in ("/proc/net/tcp", "/proc/net/tcp6"):
@@ -116,23 +113,23 @@ def listeners(wanted: Iterable[int]) -> Dict[int, Set[Listener]]:
 
 
 def is_ours(port: int) -> bool:
-    """Whether this user's processes, and nobody else's, listen on the port: before a secret is sent there."""
+    """Whether only processes of this user listen on the port. Checked before a secret is sent there."""
     if sys.platform != "linux":
-        return True  # there is nothing to ask
+        return True  # not known on this platform
     found = listeners([port]).get(port, set())
     return bool(found) and all(listener.uid == os.getuid() for listener in found)
 
 
 def _bound(port: int) -> socket.socket:
-    """A socket that owns the port on all addresses, of IPv6 too where the host has it."""
+    """A socket that owns the port on all IPv4 addresses, and on all IPv6 addresses if the host has IPv6."""
     try:
         bound = socket.socket(socket.AF_INET6, socket.SOCK_STREAM)
         bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        place: Tuple[str, int] = ("::", port)
+        address: Tuple[str, int] = ("::", port)
     except OSError:
-        bound, place = socket.socket(socket.AF_INET, socket.SOCK_STREAM), ("0.0.0.0", port)
+        bound, address = socket.socket(socket.AF_INET, socket.SOCK_STREAM), ("0.0.0.0", port)
     try:
-        bound.bind(place)
+        bound.bind(address)
     except OSError:
         bound.close()
         raise
@@ -140,9 +137,9 @@ def _bound(port: int) -> socket.socket:
 
 
 def _lock(unit: int) -> List[socket.socket]:
-    """Keeps other agents of this user out of these ports. Raises OSError where one of them has the lock.
+    """Lock these ports against other agents of this user. Raises OSError if one of them has the lock.
 
-    The names of abstract sockets belong to nobody: a name that another user has taken does not count."""
+    Any user can take the name of an abstract socket: a name that another user has taken does not count."""
     if sys.platform != "linux":
         return []
     name = "\0heliostat-ports-%d" % unit
@@ -158,9 +155,9 @@ def _lock(unit: int) -> List[socket.socket]:
         try:
             probe.connect(name)
         except BlockingIOError:
-            pass  # its queue is full: somebody listens
+            pass  # its queue is full: a process listens
         except OSError:
-            return []  # it does not listen, so it is no agent's
+            return []  # it does not listen, so it is not an agent's
         peer = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     if struct.unpack("3i", peer)[1] in (os.getuid(), -1):
         raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
@@ -168,7 +165,7 @@ def _lock(unit: int) -> List[socket.socket]:
 
 
 def _hold(port: int, only_this_user: bool = False) -> socket.socket:
-    """A service that sets the same option can bind the port beside us. A program that does not set it cannot.
+    """Bind the port so that only a program that sets the same option can bind it, too.
 
     Ray's services set SO_REUSEADDR. gRPC in Python sets SO_REUSEPORT, which works among processes of one user only."""
     held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)

@@ -1,8 +1,7 @@
-"""What this machine has and how much of it is ours: CPUs, memory, GPUs, disk, limits, addresses, Ray.
+"""The resources of this host that the node may use: CPUs, memory, GPUs, disk, limits, addresses, Ray.
 
-Only reads: no packet is sent, no name is looked up, and a fact that cannot be read is null, not an error.
-Sizes are bytes, utilization is per cent, temperature is degrees Celsius. Each count says `why` it is what it
-is: "only 4 CPUs" has the answer "cgroup quota" beside it.
+Only reads: no packet is sent, no name is resolved, and a value that cannot be read is null, not an error. Sizes are bytes,
+utilization is per cent, temperature is degrees Celsius. Each count has a `why`: the limit that determined it.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ Facts = Dict[str, Any]  # a part of the answer of `probe`, as JSON
 
 
 def probe(root: str = "/", environ: Mapping[str, str] = os.environ) -> Facts:
-    """All of it. /proc, /sys and /dev are read under `root`. A limit of null is unlimited."""
+    """The answer of `agent probe`. /proc, /sys and /dev are read under `root`. A limit of null is unlimited."""
     import pwd
     import resource
 
@@ -31,7 +30,7 @@ def probe(root: str = "/", environ: Mapping[str, str] = os.environ) -> Facts:
 
     try:
         user = pwd.getpwuid(os.getuid()).pw_name
-    except KeyError:  # a container's made-up uid
+    except KeyError:  # a uid without an account, as in a container
         user = environ.get("USER", "")
     temp = environ.get("TMPDIR", "")
     temp = temp if os.path.isdir(temp) else "/tmp"
@@ -63,8 +62,8 @@ def python_version() -> str:
 
 
 def ray() -> Facts:
-    """The Ray that this Python would import. `default`: the dashboard and jobs work. `bytecode`: it is compiled,
-    so that the first start is not a slow one."""
+    """The Ray that this Python would import. `default`: the dashboard's dependencies are installed. `bytecode`: it is
+    compiled, which makes the first start faster."""
     from importlib.util import cache_from_source
 
     def package(name: str) -> Optional[str]:
@@ -73,7 +72,7 @@ def ray() -> Facts:
     source = package("ray")
     return {
         "version": ray_version(),
-        # aiohttp_cors: other libraries bring the other two, and a bare Ray beside them is still bare
+        # aiohttp_cors: other libraries install the other two without Ray's dashboard
         "default": all(map(package, ("aiohttp", "aiohttp_cors", "grpc"))),
         "bytecode": source is not None and os.path.isfile(cache_from_source(source)),
     }
@@ -81,9 +80,9 @@ def ray() -> Facts:
 
 def ray_version() -> Optional[str]:
     """The version of the first Ray on `sys.path`, or None. By file name: importlib.metadata costs 50 ms."""
-    for folder in sys.path:
+    for directory in sys.path:
         try:
-            names = os.listdir(folder or ".")
+            names = os.listdir(directory or ".")
         except OSError:  # a zip, or not there
             continue
         for name in names:
@@ -93,39 +92,39 @@ def ray_version() -> Optional[str]:
 
 
 def openssl(environ: Mapping[str, str] = os.environ) -> Optional[str]:
-    """The program that makes certificates: the system's, else one on PATH."""
+    """The path of `openssl`: the system's, else the first on PATH."""
     return _find("openssl", [SYSTEM, *os.get_exec_path(dict(environ))])
 
 
 def cpus(root: str = "/", environ: Mapping[str, str] = os.environ) -> Facts:
-    """The CPUs we may use: the least of what the machine, our cgroups and the scheduler give, and at least 1."""
+    """The usable CPUs: the minimum of the host, the cgroups and the scheduler's share, at least 1."""
     limits = [(os.cpu_count() or 1, "machine")]
     if hasattr(os, "sched_getaffinity"):
         limits.append((len(os.sched_getaffinity(0)), "affinity"))
-    for folder in _cgroups(root, "cpu"):
-        quota, _, period = _read(folder, "cpu.max").partition(" ")  # v2: "max 100000" is no quota
+    for directory in _cgroups(root, "cpu"):
+        quota, _, period = _read(directory, "cpu.max").partition(" ")  # v2: "max 100000" is no quota
         if not quota:  # v1: -1 is no quota
-            quota, period = _read(folder, "cpu.cfs_quota_us"), _read(folder, "cpu.cfs_period_us")
+            quota, period = _read(directory, "cpu.cfs_quota_us"), _read(directory, "cpu.cfs_period_us")
         if _whole(quota) and _whole(period):
             limits.append((max(_whole(quota) // _whole(period), 1), "cgroup quota"))
-    for folder in _cgroups(root, "cpuset"):
-        limits.append((len(_numbers(_read(folder, "cpuset.cpus"))), "cgroup cpuset"))
-    # A scheduler that does not confine its jobs still means them to keep to their share.
+    for directory in _cgroups(root, "cpuset"):
+        limits.append((len(_numbers(_read(directory, "cpuset.cpus"))), "cgroup cpuset"))
+    # Also without confinement, a job must keep to its share.
     limits.append((_whole(environ.get("SLURM_CPUS_ON_NODE")), "SLURM_CPUS_ON_NODE"))
-    if "PBS_JOBID" in environ:  # elsewhere NCPUS can be anybody's
+    if "PBS_JOBID" in environ:  # elsewhere NCPUS may have another meaning
         limits.append((_whole(environ.get("NCPUS")), "NCPUS"))
     count, why = _least(limits)
     return {"count": count, "why": why}
 
 
 def memory(root: str = "/", environ: Mapping[str, str] = os.environ) -> Facts:
-    """The memory we may use, in bytes: the least of what the machine, our cgroups and Slurm give."""
+    """The usable memory in bytes: the minimum of the host, the cgroups and Slurm's limit."""
     found = _read(root, "proc/meminfo").partition("MemTotal:")[2].split()
     total = _whole(found[0]) * 1024 if found else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limits = [(total, "machine")]
-    for folder in _cgroups(root, "memory"):
-        # No limit is "max" in v2 and nearly 2**63 in v1: the one is no number, the other never the least.
-        limit = _read(folder, "memory.max") or _read(folder, "memory.limit_in_bytes")
+    for directory in _cgroups(root, "memory"):
+        # No limit is "max" in v2, which is not a number, and nearly 2**63 in v1, which is never the minimum.
+        limit = _read(directory, "memory.max") or _read(directory, "memory.limit_in_bytes")
         limits.append((_whole(limit), "cgroup limit"))
     per_cpu = _whole(environ.get("SLURM_MEM_PER_CPU")) * _whole(environ.get("SLURM_CPUS_ON_NODE"))
     limits.append((_whole(environ.get("SLURM_MEM_PER_NODE")) * 2**20, "SLURM_MEM_PER_NODE"))
@@ -135,11 +134,11 @@ def memory(root: str = "/", environ: Mapping[str, str] = os.environ) -> Facts:
 
 
 def gpus(environ: Mapping[str, str] = os.environ) -> Facts:
-    """The GPUs of our allocation, their number, and who says so. The list can be shorter than the number: the
-    environment counts where no vendor tool is, and no tool lists a MIG slice."""
+    """The GPUs of the allocation, their number, and its source. The list can be shorter than the number: without a vendor
+    tool only the environment is known, and no tool lists a MIG slice."""
     mask = next((name for name in MASKS if name in environ), None)
-    ours = _visible(environ[mask]) if mask else []
-    if mask and not ours:
+    visible = _visible(environ[mask]) if mask else []
+    if mask and not visible:
         return {"gpus": [], "gpu_count": 0, "gpu_why": mask}
     found, why = list(_nvidia(environ)), "nvidia-smi"
     if not found:
@@ -147,12 +146,12 @@ def gpus(environ: Mapping[str, str] = os.environ) -> Facts:
     step = _numbers(environ.get("SLURM_STEP_GPUS", ""))
     share = environ.get("SLURM_GPUS_ON_NODE", "")
     if mask:
-        count, why = sum(not found or "MIG-" in i or any(_is(gpu, i) for gpu in found) for i in ours), mask
-        found = [gpu for gpu in found if any(_is(gpu, i) for i in ours)]
+        count, why = sum(not found or "MIG-" in i or any(_is(gpu, i) for gpu in found) for i in visible), mask
+        found = [gpu for gpu in found if any(_is(gpu, i) for i in visible)]
     elif share.isdecimal() or step:
         count = int(share) if share.isdecimal() else len(step)
         why = "SLURM_GPUS_ON_NODE" if share.isdecimal() else "SLURM_STEP_GPUS"
-        if len(found) > count:  # we are not confined: the tool sees the whole node, numbered as Slurm does
+        if len(found) > count:  # without confinement the tool lists the whole host, numbered as in Slurm
             found = ([gpu for gpu in found if gpu["index"] in step] or found)[:count]
         count = len(found) or count
     else:
@@ -161,13 +160,13 @@ def gpus(environ: Mapping[str, str] = os.environ) -> Facts:
 
 
 def shm(root: str = "/") -> Facts:
-    """The room for Ray's object store: /dev/shm, or where there is none (macOS) /tmp, as Ray does."""
+    """The space for Ray's object store: /dev/shm, or /tmp without it (macOS), as in Ray."""
     path = os.path.join(root, "dev/shm")
     return _space(path if os.path.isdir(path) else "/tmp")
 
 
 def interfaces() -> List[Facts]:
-    """Each network interface with its IPv4 and IPv6 addresses, link-local IPv6 left out. `up`: and running."""
+    """Each network interface with its IPv4 and IPv6 addresses, without link-local IPv6. `up`: up and running."""
     found: Dict[str, Facts] = {}
     try:
         entries = list(_getifaddrs())
@@ -182,14 +181,13 @@ def interfaces() -> List[Facts]:
 
 
 def address(interface: Optional[str], default: str, root: str = "/") -> str:
-    """The IP address that others are to know this host by.
+    """The IP address of this node.
 
-    `interface` is the name of an interface, or a CIDR. Without it, `default` is "loopback", or "route": the
-    address on the default route, else the first that is not loopback (IPv4 before IPv6), else loopback; or "ssh":
-    the one that ssh came in by, else the only one.
-    ValueError, one line with all there is, when nothing that is up matches `interface`.
+    `interface` is the name of an interface, or a CIDR. Without it, `default` is "loopback"; or "route": the address of the
+    default route, else the first that is not loopback (IPv4 before IPv6), else loopback; or "ssh": the address of the
+    incoming ssh connection, else the only one. Raises ValueError with a list of all addresses if none matches.
     """
-    # Ray puts the outward address in place of 127.0.0.1; 127.0.0.2 stays, but only Linux has it by itself.
+    # Ray replaces 127.0.0.1 by the outward address; it keeps 127.0.0.2, which only Linux has by default.
     loopback = "127.0.0.2" if sys.platform == "linux" else "127.0.0.1"
     if interface is None and default == "loopback":
         return loopback
@@ -198,10 +196,10 @@ def address(interface: Optional[str], default: str, root: str = "/") -> str:
     pairs.sort(key=lambda pair: ":" in pair[1])
     outward = [(one["name"], ip) for one, ip in pairs if not one["loopback"]]
     if interface is None and default == "ssh":
-        came = (os.environ.get("SSH_CONNECTION", "").split() + [""] * 4)[2]
+        connected = (os.environ.get("SSH_CONNECTION", "").split() + [""] * 4)[2]
         known = [ip for _, ip in outward]
-        if came in known or len(known) == 1:
-            return came if came in known else known[0]
+        if connected in known or len(known) == 1:
+            return connected if connected in known else known[0]
         raise ValueError("which network? name it with `network: {interface: …}`; this host has %s"
                          % ", ".join("%s %s" % pair for pair in outward))  # fmt: skip
     if interface is None:
@@ -233,27 +231,27 @@ def _whole(text: Optional[str]) -> int:
 
 
 def _numbers(text: str) -> List[int]:
-    """The numbers of a list like 0-3,8."""
+    """The numbers in a list such as 0-3,8."""
     pairs = [part.strip().partition("-")[::2] for part in text.split(",")]
     return [n for low, high in pairs if low.isdecimal() for n in range(int(low), _whole(high or low) + 1)]
 
 
 def _least(limits: List[Tuple[int, str]]) -> Tuple[int, str]:
-    """The first of the smallest; 0 is no limit (an empty cpuset inherits, Slurm's --mem=0 is all)."""
+    """The first of the smallest limits; 0 is no limit (an empty cpuset inherits, Slurm's --mem=0 is all)."""
     return min((limit for limit in limits if limit[0]), key=lambda limit: limit[0])
 
 
 def _cgroups(root: str, controller: str) -> Iterator[str]:
-    """The folders whose limits hold for us, from our own cgroup up to the mount: v1, v2, or both at once."""
+    """The directories whose limits apply, from the process's cgroup up to the mount: v1, v2, or both."""
     base = os.path.join(root, "sys/fs/cgroup")
     for line in _read(root, "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
-        places = (controllers, controller) if controllers else ("unified",)  # unified: v2 mounted beside v1
-        mount = next(filter(os.path.isdir, (os.path.join(base, place) for place in places)), base)
+        names = (controllers, controller) if controllers else ("unified",)  # unified: v2 mounted beside v1
+        mount = next(filter(os.path.isdir, (os.path.join(base, name) for name in names)), base)
         parts = [part for part in path.split("/") if part not in ("", "..")]
-        # In a container the mount may begin at our own cgroup while the path is still the host's.
+        # In a container the mount may start at the container's cgroup while the path is the host's.
         while parts and not os.path.isdir(os.path.join(mount, *parts)):
             del parts[0]
         for depth in range(len(parts), -1, -1):
@@ -261,7 +259,7 @@ def _cgroups(root: str, controller: str) -> Iterator[str]:
 
 
 def _visible(mask: str) -> List[str]:
-    """The ids in a mask, up to the first that is none (-1, NoDevFiles, ...): drivers hide all from there on."""
+    """The ids in a mask, up to the first invalid one (-1, NoDevFiles, ...): drivers hide all devices after it."""
     ids: List[str] = []
     for i in map(str.strip, mask.split(",")):
         if not (i.isdecimal() or i.startswith(("GPU-", "MIG-"))):
@@ -271,7 +269,7 @@ def _visible(mask: str) -> List[str]:
 
 
 def _is(gpu: Facts, i: str) -> bool:
-    """By index or UUID, which may be cut short; the old MIG-GPU-<uuid>/<gi>/<ci> names its GPU too."""
+    """Whether an id selects this GPU: an index, or a UUID that may be shortened; also MIG-GPU-<uuid>/<gi>/<ci>."""
     if i.isdecimal():
         return bool(gpu["index"] == int(i))
     return str(gpu["uuid"]).startswith(i.replace("MIG-GPU-", "GPU-").split("/")[0])
@@ -282,7 +280,7 @@ def _gpu(vendor: str, index: str, uuid: str, name: str, numbers: Iterable[str], 
     for key, text in zip(("memory_total", "memory_used", "utilization", "temperature"), numbers):
         try:
             facts[key] = int(float(text)) * (unit if "memory" in key else 1)
-        except ValueError:  # [N/A], [Not Supported], nothing
+        except ValueError:  # [N/A], [Not Supported] or empty
             facts[key] = None
     return facts
 
@@ -307,14 +305,14 @@ def _amd(environ: Mapping[str, str]) -> Iterator[Facts]:
     for card, values in cards.items():
         if not card[4:].isdecimal():  # card0, card1, ... and system
             continue
-        # Case differs between releases, and what a card does not know is missing or N/A.
-        said = {key.lower(): str(value) for key, value in values.items() if value != "N/A"}
-        name = said.get("card series") or said.get("device name") or said.get("gfx version") or "AMD GPU"
-        uuid = said.get("unique id", "").replace("0x", "GPU-")  # as ROCR_VISIBLE_DEVICES spells it
+        # Case differs between releases, and unknown values are missing or N/A.
+        known = {key.lower(): str(value) for key, value in values.items() if value != "N/A"}
+        name = known.get("card series") or known.get("device name") or known.get("gfx version") or "AMD GPU"
+        uuid = known.get("unique id", "").replace("0x", "GPU-")  # the form of ROCR_VISIBLE_DEVICES
         heat = "temperature (sensor edge) (c)"
-        heat = heat if heat in said else "temperature (sensor junction) (c)"  # all that an MI300 has
+        heat = heat if heat in known else "temperature (sensor junction) (c)"  # an MI300 has this sensor only
         keys = ("vram total memory (b)", "vram total used memory (b)", "gpu use (%)", heat)
-        yield _gpu("amd", card[4:], uuid, name, [said.get(key, "") for key in keys], unit=1)
+        yield _gpu("amd", card[4:], uuid, name, [known.get(key, "") for key in keys], unit=1)
 
 
 def _find(program: str, directories: Iterable[str]) -> Optional[str]:
@@ -323,11 +321,11 @@ def _find(program: str, directories: Iterable[str]) -> Optional[str]:
 
 
 def _ask(environ: Mapping[str, str], program: str, *arguments: str) -> str:
-    """What a program on PATH answers; nothing when it is not there, fails, or runs past the deadline."""
+    """The output of a program on PATH; "" if it is missing, fails, or exceeds the deadline."""
     path = _find(program, os.get_exec_path(dict(environ)))
     if path is None:
         return ""
-    import subprocess  # 15 ms, so only where there is something to run
+    import subprocess  # takes 15 ms: import it only if needed
 
     null = subprocess.DEVNULL
     try:
@@ -337,13 +335,13 @@ def _ask(environ: Mapping[str, str], program: str, *arguments: str) -> str:
     try:
         answer, _ = child.communicate(timeout=DEADLINE_S)
     except subprocess.TimeoutExpired:
-        child.kill()  # and no wait, as subprocess.run would: a tool stuck in a broken driver never ends
+        child.kill()  # do not wait as subprocess.run does: a tool that hangs in a driver never ends
         return ""
     return answer.decode("utf-8", "replace") if child.returncode == 0 else ""
 
 
 def _getifaddrs() -> Iterator[Tuple[str, int, Optional[str]]]:
-    """(interface, flags, address or None) by the C library: the only way that has all, on Linux and macOS."""
+    """(interface, flags, address or None) from the C library, on Linux and macOS."""
     import ctypes
 
     class Entry(ctypes.Structure):
@@ -373,8 +371,10 @@ def _getifaddrs() -> Iterator[Tuple[str, int, Optional[str]]]:
 def _default_routes(root: str) -> List[str]:
     """The interfaces of the IPv4 default routes, the preferred one first."""
     rows = [line.split() for line in _read(root, "proc/net/route").splitlines()[1:]]
-    ways = [(int(row[6]), row[0]) for row in rows if row[1] == row[7] == "00000000" and int(row[3], 16) & UP]
-    return [name for _, name in sorted(ways)]
+    routes = [
+        (int(row[6]), row[0]) for row in rows if row[1] == row[7] == "00000000" and int(row[3], 16) & UP
+    ]
+    return [name for _, name in sorted(routes)]
 
 
 def _within(cidr: str, addresses: List[str]) -> List[str]:
@@ -382,7 +382,7 @@ def _within(cidr: str, addresses: List[str]) -> List[str]:
 
     try:
         network = ipaddress.ip_network(cidr, strict=False)
-    except ValueError:  # the name of an interface that is not here
+    except ValueError:  # the name of an interface that does not exist
         return []
     return [ip for ip in addresses if ipaddress.ip_address(ip) in network]
 

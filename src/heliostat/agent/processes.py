@@ -1,4 +1,4 @@
-"""Which processes are ours, and ending exactly those."""
+"""Finds the processes of a node, and ends exactly those."""
 
 from __future__ import annotations
 
@@ -10,14 +10,21 @@ import sys
 import time
 from typing import Dict, Iterable, List, Optional, Set, Tuple
 
-MARK = "HELIOSTAT_NODE"  # in the environment of every process of a node: finds what left its family
-ENDINGS = {signal.SIGTERM: "told to stop", signal.SIGINT: "interrupted", signal.SIGHUP: "hang-up"}
-SIGNALS = (*ENDINGS, signal.SIGUSR1)  # the last is a scheduler's word that the time limit is near
+from .protocol import StopReason
+
+MARK = "HELIOSTAT_NODE"  # in the environment of every process of a node: finds daemons that left its process tree
+# protocol.SIGNAL_TABLE lists who sends them
+STOP_SIGNALS = {
+    signal.SIGTERM: (StopReason.REQUESTED, "stop requested"),
+    signal.SIGINT: (StopReason.INTERRUPTED, "interrupted"),
+    signal.SIGHUP: (StopReason.HANGUP, "hang-up"),
+}
+FORWARDED = (*STOP_SIGNALS, signal.SIGUSR1)  # by the supervisor, to the agent
 _PDEATHSIG, _SUBREAPER = 1, 36
 
 
 def _table() -> Dict[int, Tuple[int, str, str]]:
-    """pid -> (parent, state letter, start time) of every process that can be seen."""
+    """pid -> (parent, state letter, start time) of every visible process."""
     table: Dict[int, Tuple[int, str, str]] = {}
     if sys.platform != "linux":
         listing = subprocess.run(
@@ -35,10 +42,10 @@ def _table() -> Dict[int, Tuple[int, str, str]]:
 
 
 def _stat(pid: int) -> Optional[Tuple[int, str, str]]:
-    """None: there is no such process. Raises OSError where that cannot be known, as without a free file descriptor."""
+    """None if there is no such process. Raises OSError if that is unknown, as without a free file descriptor."""
     try:
         with open("/proc/%d/stat" % pid, "rb") as stream:
-            # the name in brackets may hold anything, a closing bracket too
+            # the name in brackets may contain any character, also a closing bracket
             fields = stream.read().rpartition(b")")[2].decode().split()
         return int(fields[1]), fields[0], fields[19]
     except (FileNotFoundError, ProcessLookupError, IndexError, ValueError):
@@ -46,13 +53,13 @@ def _stat(pid: int) -> Optional[Tuple[int, str, str]]:
 
 
 def start_time(pid: int) -> Optional[str]:
-    """When the process started, in words of this machine; with the pid it names one process for ever. None: gone."""
+    """The start time of the process, in units of this host; pid and start time identify a process. None if it has ended."""
     entry = _stat(pid) if sys.platform == "linux" else _table().get(pid)
     return entry[2] if entry and entry[1] != "Z" else None
 
 
 def alive(pid: int, start: Optional[str]) -> bool:
-    """Whether that process still runs. Where it cannot be known, it does: nothing is ended by mistake."""
+    """Whether that process still runs; True if that is unknown, so that nothing is ended by mistake."""
     try:
         return start is not None and start_time(pid) == start
     except OSError:
@@ -60,7 +67,7 @@ def alive(pid: int, start: Optional[str]) -> bool:
 
 
 def parent(pid: int) -> Optional[int]:
-    """None: there is no such process."""
+    """The parent's pid; None if there is no such process."""
     entry = _stat(pid) if sys.platform == "linux" else _table().get(pid)
     return entry[0] if entry else None
 
@@ -70,7 +77,7 @@ def children(pid: int) -> List[int]:
 
 
 def family(roots: Iterable[int]) -> List[int]:
-    """Every living descendant of these processes, and the roots themselves where they live."""
+    """The living processes among these roots and their descendants."""
     table = _table()
     below: Dict[int, List[int]] = {}
     for pid, (parent, _, _) in table.items():
@@ -86,7 +93,7 @@ def family(roots: Iterable[int]) -> List[int]:
 
 
 def marked(mark: str) -> List[int]:
-    """Every living process of this user whose environment has our mark."""
+    """Every living process of this user with this mark in its environment."""
     wanted = ("%s=%s" % (MARK, mark)).encode()
     found = []
     for name in os.listdir("/proc") if sys.platform == "linux" else []:
@@ -96,12 +103,12 @@ def marked(mark: str) -> List[int]:
                     if wanted in stream.read().split(b"\0"):
                         found.append(int(name))
         except OSError:
-            pass  # not ours, or gone
+            pass  # another user's, or ended
     return [pid for pid in found if start_time(pid)]
 
 
 def sockets(pids: Iterable[int]) -> Set[str]:
-    """The inodes of the sockets that these processes have open. Raises OSError where that cannot be known."""
+    """The inodes of the open sockets of these processes. Raises OSError if they cannot be read."""
     found = set()
     for pid in pids:
         try:
@@ -123,7 +130,7 @@ def send(pids: Iterable[int], number: int) -> None:
 
 
 def executable(pid: int) -> str:
-    """The first word of the process's command line, or nothing."""
+    """The first argument of the process's command line, or ""."""
     try:
         with open("/proc/%d/cmdline" % pid, "rb") as stream:
             return stream.read().split(b"\0")[0].decode("utf-8", "replace")
@@ -131,17 +138,17 @@ def executable(pid: int) -> str:
         return ""
 
 
-def end_all(roots: Iterable[int], mark: str, seconds: float = 10.0, but: Iterable[int] = ()) -> List[int]:
-    """SIGKILL to these families and to whatever carries the mark, until none is left. Returns what would not go.
+def end_all(roots: Iterable[int], mark: str, seconds: float = 10.0, exclude: Iterable[int] = ()) -> List[int]:
+    """Kill these process trees and every process with the mark, until none is left. Returns the processes that remain.
 
-    The roots go last: what is born in this moment comes to them, and is found in the next round. But not for ever:
-    a root may itself be the one that goes on starting others. Children go before their parents: srun has one that waits
-    for its death, and would have the agents on the other hosts killed before they have cleaned up."""
-    roots, spared = list(roots), {os.getpid(), *but}
+    Kill the roots last: processes that are started meanwhile become their children and are found in the next round. Do
+    not wait for that longer than a tenth of the time, because a root may be what starts them. Kill children before
+    parents, so that srun does not kill the agents on other hosts before they clean up."""
+    roots, excluded = list(roots), {os.getpid(), *exclude}
     deadline = time.monotonic() + seconds
     while True:
         found = dict.fromkeys([*reversed(family(roots)), *marked(mark)])
-        left = [pid for pid in found if pid not in spared]
+        left = [pid for pid in found if pid not in excluded]
         if not left or time.monotonic() > deadline:
             return left
         below = [pid for pid in left if pid not in roots]
@@ -164,10 +171,10 @@ def _prctl(option: int, value: int) -> None:
 
 
 def adopt_orphans() -> None:
-    """From now on, descendants whose parent dies become our children, so that none can slip away."""
+    """Make this process the subreaper: descendants whose parent dies become its children."""
     _prctl(_SUBREAPER, 1)
 
 
 def die_with_parent(number: int = signal.SIGTERM) -> None:
-    """In a child after fork: the kernel sends this signal when the parent dies, also when it is killed -9."""
+    """In a child after fork: let the kernel send this signal when the parent dies."""
     _prctl(_PDEATHSIG, number)

@@ -5,7 +5,7 @@ things about `ray start`:
 
 - Nothing sends the token to the GCS port before the GCS process itself listens there. Between the start of that process
   and its `listen()`, another user of the host could listen on the port and receive the token.
-- Ray Client's server is not started unless it was asked for: it sends the token to a loopback port that another user of
+- Ray Client's server is not started unless it was requested: it sends the token to a loopback port that another user of
   the host can take first.
 
 `HELIOSTAT_RAY_REPORT` names a JSON file. It has the key `gcs` as soon as the GCS listens, and all ports once Ray's node
@@ -58,8 +58,8 @@ def wait_until_owned(process: Any, port: int, seconds: float = GCS_START_S) -> N
         owned = sockets_of(process.pid)
         listening = listening_ports(process.pid)
         wanted = {port: listening.get(port, set())} if port else listening
-        mine = [number for number, inodes in wanted.items() if inodes and inodes <= owned]
-        if mine:
+        bound = [number for number, inodes in wanted.items() if inodes and inodes <= owned]
+        if bound:
             return
         if process.poll() is not None:
             raise RuntimeError(
@@ -92,7 +92,7 @@ def install(report_path: str, with_client: bool) -> None:
 
     def start_gcs_and_report(node: Any) -> None:
         start_head(node)
-        # for the raylet and its workers: Ray's state API connects to any Ray of the host without it
+        # for the raylet and its workers: without it, the state API connects to any Ray on the host
         os.environ["RAY_ADDRESS"] = node.gcs_address
         report["gcs"] = port_of(node.gcs_address)
         write_report(report_path, report)
@@ -127,7 +127,9 @@ def ports_of(node: Any) -> Dict[str, Any]:
 
 def main() -> None:
     report_path = os.environ.pop("HELIOSTAT_RAY_REPORT")
-    install(report_path, with_client=any(word.startswith("--ray-client-server-port") for word in sys.argv))
+    install(
+        report_path, with_client=any(option.startswith("--ray-client-server-port") for option in sys.argv)
+    )
     from ray.scripts.scripts import main as ray
 
     sys.argv[0] = "ray"

@@ -1,4 +1,4 @@
-"""One Ray node on this machine: its command line, its environment, is it alive, ending it."""
+"""One Ray node on this host: its command line, environment, readiness, monitoring and end."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ import pkgutil
 import re
 import signal
 import time
-from typing import Any, Callable, Dict, List, Optional, Tuple
+from typing import Callable, Dict, List, Optional, Tuple
 
 from . import files, ports, processes
 from .guard import MOST, PortGuard
-from .hub import more_files
-from .runtime import Own
+from .hub import raise_file_limit
+from .protocol import HeadAddress, StopReason
+from .runtime import HostRuntime
 
-# what is worth keeping of Ray's own logs, and how much of each
+# Ray's logs that are kept, and how much of each
 LOGS = re.compile(
     r"^(raylet|gcs_server|dashboard|dashboard_agent|monitor|runtime_env_agent|ray_process_exit|job-driver-.*)\."
 )
@@ -26,10 +27,10 @@ IN_USE = re.compile(
     r"address already in use|port[^\n]*(already|is) (in use|used|occupied)|failed to bind|before it listened on its port",
     re.IGNORECASE,
 )
-# Ray gives a node half a minute to start, whatever the machine has to do besides
+# Ray gives a node half a minute to start, also on a busy host
 SLOW = re.compile(r"timed out during startup")
-# variables of a Ray that the user may be inside of: they would send ours to that one
-FOREIGN = (
+# variables of a Ray that the agent may have been started from: with them Ray would connect to that one
+INHERITED_RAY_VARIABLES = (
     "RAY_ADDRESS",
     "RAY_AUTH_TOKEN",
     "RAY_JOB_CONFIG_JSON_ENV_VAR",
@@ -41,7 +42,7 @@ FOREIGN = (
 async def http_get(
     host: str, port: int, path: str, token: str = "", timeout: float = 5.0
 ) -> Tuple[int, bytes]:
-    """(status, body). HTTP/1.0, so that the answer ends where the connection ends."""
+    """(status, body). HTTP/1.0, so that the end of the connection ends the answer."""
 
     async def exchange() -> bytes:
         reader, writer = await asyncio.open_connection(host, port)
@@ -60,67 +61,69 @@ async def http_get(
         raise OSError("not an HTTP answer") from None
 
 
-# what listens on every node, and what on a head besides; the rest are metrics that nobody misses
+# services that must listen on every node, and on a head; the other ports are for metrics
 ON_EVERY_NODE = ("node_manager", "object_manager", "runtime_env_agent", "agent_http", "agent_grpc", "metrics")
 ON_A_HEAD = ("gcs", "dashboard")
 PROGRAM = "ray_start.py"  # runs in Ray's own Python
 UNEXPECTED = "Some Ray subprocesses exited unexpectedly:"
-LATE_S = 120.0  # some of Ray's services come after the node is alive
+LATE_S = 120.0  # some of Ray's services start after the node is alive
+DRAIN_S = 20  # for running work to move to other nodes
 
 
 class PortTaken(RuntimeError):
-    """Another program listens on a port of ours: another block may do."""
+    """Another program listens on a port of this node; another block may be free."""
 
 
 class RayNode:
-    """`ray start --block` as our child, and the raylet below it."""
+    """`ray start --block` as a child process, and the raylet that it starts."""
 
-    def __init__(self, runtime: Own, ip: str, block: ports.Block, log: str) -> None:
+    def __init__(self, runtime: HostRuntime, ip: str, block: ports.Block, log: str) -> None:
         self.runtime, self.ip, self.block, self.log = runtime, ip, block, log
         self.config, self.temp = runtime.config, runtime.temp
-        # one below our private folder: Ray opens its own to everybody (0777), ours stays 0700
+        # below the private directory, which stays 0700: Ray makes its own directory accessible to everybody (0777)
         self.ray_temp = os.path.join(self.temp, "ray")
-        self.ports = dict(block.ports)  # 0 until Ray has told which port the kernel chose
-        self.on_gcs: Callable[[int], None] = lambda port: None  # called when the GCS listens
+        self.ports = dict(block.ports)  # 0 until Ray reports the port that the kernel chose
+        self.on_gcs_listening: Callable[[int], None] = lambda port: None  # called with the GCS port
         self._report = os.path.join(self.temp, "ray_ports.json")
         self._gcs_listens = False
-        self.guard = PortGuard(block.workers, min(MOST, more_files() // 4))
+        self.guard = PortGuard(block.workers, min(MOST, raise_file_limit() // 4))
         self.process: Optional[asyncio.subprocess.Process] = None
-        self._log_from = os.path.getsize(log) if os.path.exists(log) else 0  # earlier tries wrote before it
-        self.vital: Dict[
-            str, Tuple[int, Optional[str]]
-        ] = {}  # without these there is no node: name -> process
-        self.services: Dict[int, str] = {}  # port -> name, of the ports that we hold for Ray
+        self._log_from = (
+            os.path.getsize(log) if os.path.exists(log) else 0
+        )  # earlier attempts wrote the part before it
+        # raylet and, on a head, gcs_server: name -> pid and start time. The node ends with them.
+        self.core_processes: Dict[str, Tuple[int, Optional[str]]] = {}
+        self.services: Dict[int, str] = {}  # port -> name, of the ports that are held for Ray
         self.port_conflict = ""
-        self.first: List[str] = []  # what fell before anything else did
-        self.ended = asyncio.Event()  # set when the raylet or `ray start` is gone
+        self.first_dead: List[str] = []  # core processes that ended before `ray start` did
+        self.ended = asyncio.Event()  # set when a core process or `ray start` has ended
 
     def environment(self, gcs: str) -> Dict[str, str]:
-        """Of `ray start`, and so of every worker. `gcs` is empty on a head, whose port is not known yet."""
-        env = {key: value for key, value in os.environ.items() if key not in FOREIGN}
+        """The environment of `ray start` and of every Ray worker. `gcs` is "" on a head: its port is not known yet."""
+        env = {key: value for key, value in os.environ.items() if key not in INHERITED_RAY_VARIABLES}
         env.update(self.config.get("env") or {})
         env.update(self.runtime.client_environment())
         env.update(
             HELIOSTAT_RAY_REPORT=self._report,
             AUTOSCALER_METRIC_PORT=str(self.block.ports["autoscaler_metrics"]),
             DASHBOARD_METRIC_PORT=str(self.block.ports["dashboard_metrics"]),
-            RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=str(self.config.get("drain_s", 20)),
-            # `ray status` answers without a monitor process only in the second version of the autoscaler
+            RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=str(DRAIN_S),
+            # without a monitor process, `ray status` works in version 2 of the autoscaler only
             RAY_enable_autoscaler_v2="1",
             RAY_USAGE_STATS_ENABLED="0",
         )
-        if gcs:  # workers inherit it: Ray's state API connects to any Ray of the host without it
+        if gcs:  # for Ray's workers: without it, the state API connects to any Ray on the host
             env["RAY_ADDRESS"] = gcs
         below = self.temp.startswith(os.path.join(os.environ.get("TMPDIR") or "/", ""))
         if below or self.config.get("container"):
-            # Ray's processes leave folders in /tmp when they are ended; there they go with ours. (Slurm always names one.)
+            # Ray's processes leave directories in TMPDIR; below the private directory they are removed with it.
             env["TMPDIR"] = os.path.join(self.temp, "tmp")
             os.makedirs(env["TMPDIR"], mode=0o700, exist_ok=True)
         return env
 
-    def command(self, head: Optional[Dict[str, Any]]) -> List[str]:
-        """argv of `ray start`; `head` is the head to join, None: this is the head."""
-        port, want = self.block.ports, self.config["resources"]
+    def command(self, head: Optional[HeadAddress]) -> List[str]:
+        """argv of `ray start`; `head` is the head to join, None on the head itself."""
+        port = self.block.ports
         argv = [
             self.runtime.python,
             os.path.join(self.temp, PROGRAM),
@@ -135,8 +138,7 @@ class RayNode:
                 ["--ray-client-server-port=%d" % port["client"]] if self.config["ports"].get("client") else []
             )
             argv += ["--dashboard-host=127.0.0.1", "--dashboard-port=%d" % port["dashboard"]]
-            # nothing scales this cluster, so nothing has to watch its demand
-            argv += [] if self.config.get("monitor") else ["--no-monitor"]
+            argv += ["--no-monitor"]  # nothing scales this cluster by demand
         else:
             argv += ["--address=%s" % join(head["ip"], head["gcs"])]
         argv += [
@@ -148,23 +150,25 @@ class RayNode:
             "--dashboard-agent-listen-port=%d" % port["agent_http"],
             "--dashboard-agent-grpc-port=%d" % port["agent_grpc"],
             "--metrics-export-port=%d" % port["metrics"],
-            # 0: each worker asks the kernel, so two clusters on one host can never want the same port
+            # 0: the kernel chooses, so that two clusters on one host never use the same port
             "--min-worker-port=%d" % (self.block.workers or (0, 0))[0],
             "--max-worker-port=%d" % (self.block.workers or (0, 0))[1],
-            "--num-cpus=%d" % want["cpus"],
-            "--num-gpus=%d" % want["gpus"],
         ]
-        if want.get("memory"):
-            argv.append("--memory=%d" % want["memory"])
-        if want.get("object_store"):
-            argv.append("--object-store-memory=%d" % want["object_store"])
+        return argv + self._resource_options()
+
+    def _resource_options(self) -> List[str]:
+        want = self.config["resources"]
+        argv = ["--num-cpus=%d" % (want["cpus"] or 0), "--num-gpus=%d" % (want["gpus"] or 0)]
+        memory, object_store = want.get("memory"), want.get("object_store")
+        argv += ["--memory=%d" % memory] if memory else []
+        argv += ["--object-store-memory=%d" % object_store] if object_store else []
         if want.get("custom"):
             argv.append("--resources=" + json.dumps(want["custom"]))
         if want.get("labels"):
             argv.append("--labels=" + ",".join("%s=%s" % item for item in sorted(want["labels"].items())))
         return argv
 
-    async def start(self, head: Optional[Dict[str, Any]]) -> None:
+    async def start(self, head: Optional[HeadAddress]) -> None:
         names = ON_EVERY_NODE + (ON_A_HEAD if head is None else ())
         names += ("client",) if head is None and self.config["ports"].get("client") else ()
         self.services = {port: name for name, port in self.block.ports.items() if port and name in names}
@@ -186,7 +190,7 @@ class RayNode:
             )
 
     async def wait_ready(self, seconds: float) -> None:
-        """Returns when Ray's node table lists this node. Raises RuntimeError with the end of Ray's output."""
+        """Wait until Ray's node table lists this node. Raises RuntimeError with the end of Ray's output."""
         assert self.process is not None
         exited = asyncio.ensure_future(self.process.wait())
         end = asyncio.get_running_loop().time() + seconds
@@ -199,54 +203,55 @@ class RayNode:
                 checked = asyncio.get_running_loop().time()
             if exited.done():
                 raise RuntimeError(
-                    "`ray start` ended with code %s: %s" % (exited.result(), self.last_words())
+                    "`ray start` ended with code %s: %s" % (exited.result(), self.error_lines())
                 )
             if await self._is_alive():
                 break
             if asyncio.get_running_loop().time() > end:
                 exited.cancel()
-                raise RuntimeError("Ray did not become alive within %d s: %s" % (seconds, self.last_words()))
+                raise RuntimeError("Ray did not become alive within %d s: %s" % (seconds, self.error_lines()))
         self.check_ports()
-        for pid in processes.family([self.process.pid]):  # not its children: a container may be in between
+        for pid in processes.family([self.process.pid]):  # a container runtime may be in between
             name = os.path.basename(processes.executable(pid))
             if name in ("raylet", "gcs_server"):
-                self.vital[name] = (pid, processes.start_time(pid))
+                self.core_processes[name] = (pid, processes.start_time(pid))
         self.guard_ports()
         self.watch = asyncio.ensure_future(self._watch(exited))
 
     async def _is_alive(self) -> bool:
-        """Whether Ray's node table lists this node. Reads the ports from Ray's report on the way."""
+        """Whether Ray's node table lists this node. Also reads the ports from Ray's report."""
         report = files.read_json(self._report) or {}
         self.ports.update({name: int(port) for name, port in report.items() if name in self.ports and port})
         if report.get("gcs") and not self._gcs_listens:
             self._gcs_listens = True
-            self.on_gcs(self.ports["gcs"])
+            self.on_gcs_listening(self.ports["gcs"])
         if not report.get("alive"):
             return False
         try:
-            # the node's own dashboard agent asks the head whether this raylet is alive in the node table
+            # the node's dashboard agent asks the GCS whether this raylet is alive in the node table
             answer = await http_get(self.ip, self.ports["agent_http"], "/api/local_raylet_healthz")
         except (OSError, asyncio.TimeoutError):
             return False
         return answer[0] == 200
 
     async def _watch(self, exited: asyncio.Future[int]) -> None:
-        """After a drain the raylet ends and `ray start --block` goes on for ever; and before it has come so far as to
-        watch its children itself, it may wait half a minute for one that is gone."""
+        """Set `ended` when a core process or `ray start` ends, or when another program takes a port.
+
+        `ray start --block` does not end after a drain, and while it starts it notices a dead child half a minute late."""
         late = asyncio.get_running_loop().time() + LATE_S
         held = bool(self.services)
-        while not exited.done() and not self.fallen():
+        while not exited.done() and not self.dead_processes():
             await asyncio.wait([exited], timeout=0.5)
             self.guard_ports()
             if held:
                 try:
                     held = not self.check_ports() and asyncio.get_running_loop().time() < late
                 except PortTaken as error:
-                    self.port_conflict = "" if self.fallen() else str(error)
+                    self.port_conflict = "" if self.dead_processes() else str(error)
                     break
                 if not held:
                     self.block.seal(ports.listeners(self.services))
-        self.first = [] if exited.done() else self.fallen()
+        self.first_dead = [] if exited.done() else self.dead_processes()
         self.ended.set()
 
     def guard_ports(self) -> None:
@@ -257,18 +262,18 @@ class RayNode:
         except OSError:
             pass  # without a free descriptor, for instance; the next scan is soon
 
-    def fallen(self) -> List[str]:
-        return [name for name, process in self.vital.items() if not processes.alive(*process)]
+    def dead_processes(self) -> List[str]:
+        return [name for name, process in self.core_processes.items() if not processes.alive(*process)]
 
     def check_ports(self) -> bool:
-        """Whether Ray listens on every port that we hold for it. Raises PortTaken when another process does."""
+        """Whether Ray listens on every port that is held for it. Raises PortTaken if another process does."""
         taken: List[int] = []
-        for _ in range(5):  # a process that is ending: its sockets are there longer than its list of them
+        for _ in range(5):  # the sockets of a process that ends exist a little longer than its descriptors
             listening = ports.listeners(self.services)
             try:
                 own = processes.sockets(processes.family([os.getppid()])) if listening else set()
             except OSError:
-                return False  # it cannot be known now
+                return False  # unknown at this moment
             taken = [p for p, found in listening.items() if not {one.inode for one in found} <= own]
             if not taken:
                 return len(listening) == len(self.services)
@@ -276,53 +281,53 @@ class RayNode:
         names = ", ".join("%d (%s)" % (port, self.services[port]) for port in sorted(taken))
         raise PortTaken("another program listens on port %s" % names)
 
-    def said(self) -> str:
-        """The end of what this `ray start` wrote, without colours."""
+    def output(self) -> str:
+        """The end of this `ray start`'s output, without colours."""
         try:
             size = os.path.getsize(self.log) - self._log_from
         except OSError:
             return ""
         return re.sub(r"\x1b\[[0-9;]*m", "", files.tail(self.log, min(size, 1 << 16))) if size > 0 else ""
 
-    def last_words(self) -> str:
-        """The lines of Ray's output that say why, in one line."""
-        said = self.said()
-        fallen = re.search(UNEXPECTED + r".*\n((?:.*\[exit code=.*\n)+)", said)
-        if fallen:
-            names = [line.rpartition(" -- ")[2].strip() for line in fallen[1].splitlines()]
+    def error_lines(self) -> str:
+        """The lines of Ray's output that contain the cause, in one line."""
+        output = self.output()
+        exited = re.search(UNEXPECTED + r".*\n((?:.*\[exit code=.*\n)+)", output)
+        if exited:
+            names = [line.rpartition(" -- ")[2].strip() for line in exited[1].splitlines()]
             return "%s %s" % (UNEXPECTED, ", ".join(names))
-        lines = [line.strip() for line in said.splitlines() if line.strip() and "[state-dump]" not in line]
-        telling = [
+        lines = [line.strip() for line in output.splitlines() if line.strip() and "[state-dump]" not in line]
+        errors = [
             line for line in lines if re.search(r"error|exception|mismatch|refus|fail|unable", line, re.I)
         ]
-        return " | ".join((telling or lines)[-3:])[-600:]
+        return " | ".join((errors or lines)[-3:])[-600:]
 
-    async def why(self) -> str:
-        """Why Ray ended by itself. `ray start` finds out a little after us, and says which process fell."""
+    async def exit_reason(self) -> Tuple[StopReason, str]:
+        """Why Ray ended by itself. Waits a little: `ray start` reports which of its processes ended."""
         if self.port_conflict:
-            return self.port_conflict
+            return StopReason.PORT_CONFLICT, self.port_conflict
         if self.process is not None:
             try:
                 await asyncio.wait_for(self.process.wait(), 5)
             except asyncio.TimeoutError:
                 pass
-        words = self.last_words()
-        if self.first and not words.startswith(UNEXPECTED):
-            return "%s was killed or ended by itself" % self.first[0]
-        return words
+        reason = self.error_lines()
+        if self.first_dead and not reason.startswith(UNEXPECTED):
+            reason = "%s was killed or ended by itself" % self.first_dead[0]
+        return StopReason.RAY_ENDED, reason
 
-    async def drain(self) -> None:
-        """Lets running work go elsewhere, as far as Ray does that, then Ray ends by itself."""
+    async def drain(self, seconds: float) -> None:
+        """Let Ray move running work to other nodes, as far as it can; then Ray ends by itself."""
         if self.process is not None and self.process.returncode is None:
             self.process.send_signal(signal.SIGTERM)
             try:
-                await asyncio.wait_for(self.process.wait(), float(self.config.get("drain_s", 20)) + 5)
+                await asyncio.wait_for(self.process.wait(), seconds + 5)
             except asyncio.TimeoutError:
                 pass
 
-    async def end(self) -> None:
-        """Ends the raylet in order (it ends its workers), then all that is left, at once."""
-        raylet = self.vital.get("raylet")
+    async def stop(self) -> None:
+        """Stop the raylet, which stops its workers, then kill what is left."""
+        raylet = self.core_processes.get("raylet")
         if raylet and processes.alive(*raylet):
             processes.send([raylet[0]], signal.SIGTERM)
             for _ in range(50):
@@ -336,29 +341,29 @@ class RayNode:
     def logs(self) -> str:
         return os.path.join(self.ray_temp, "session_latest", "logs")
 
-    def show_logs(self, folder: str) -> None:
-        """Those that people look at while it runs, where they look for them."""
+    def link_logs(self, directory: str) -> None:
+        """Link the logs of the running Ray in the cluster's directory."""
         for name in LIVE_LOGS:
             try:
                 if os.path.exists(os.path.join(self.logs, name)):
-                    os.symlink(os.path.join(self.logs, name), os.path.join(folder, name))
+                    os.symlink(os.path.join(self.logs, name), os.path.join(directory, name))
             except OSError:
-                pass  # it is there already, or nothing can be
+                pass  # it exists, or the disk is full
 
-    def keep_logs(self, folder: str) -> None:
-        """The Ray logs that matter, the end of each, into the record."""
+    def save_logs(self, directory: str) -> None:
+        """Copy the end of each of Ray's important logs to the cluster's directory."""
         logs = self.logs
         try:
-            for name in os.listdir(folder):
-                if os.path.islink(os.path.join(folder, name)):
-                    os.unlink(os.path.join(folder, name))
+            for name in os.listdir(directory):
+                if os.path.islink(os.path.join(directory, name)):
+                    os.unlink(os.path.join(directory, name))
             names = sorted(name for name in os.listdir(logs) if LOGS.match(name))
             for name in names:
                 text = files.tail(os.path.join(logs, name), LOG_BYTES)
                 if text:
-                    files.write(os.path.join(folder, name), text)
+                    files.write(os.path.join(directory, name), text)
         except OSError:
-            pass  # a full disk must not keep the machines from being given back
+            pass  # a full disk must not delay the release of the host
 
 
 def join(ip: str, port: int) -> str:

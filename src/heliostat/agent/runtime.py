@@ -1,6 +1,6 @@
-"""How Ray and Python are called on this node: in our own environment, in a copy of it on the local disk, or in a container.
+"""How Ray and Python run on this node: in the agent's environment, in a copy of it on the local disk, or in a container.
 
-The agent itself always runs in the host's Python, outside: it must call the scheduler, and see every process.
+The agent itself always runs in the host's Python: it must call the scheduler and see every process.
 """
 
 from __future__ import annotations
@@ -13,31 +13,27 @@ import secrets
 import shutil
 import sys
 import tempfile
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Dict, List, Optional, Tuple
 
 from . import ownership, probe, processes, tls
-from .setup import LOOK, UNFINISHED
+from .protocol import AgentConfig, ContainerConfig, RefusalCause, Refused, StageConfig, Versions
+from .setup import UNFINISHED, VERSIONS_PROGRAM
 
-Json = Dict[str, Any]
 PROGRAMS = ("apptainer", "singularity")  # the second is the first's old name
-LOOK_S = 120.0  # a first look into an image on a slow disk
-PULL_S = 1800.0  # an image that has to come from a registry first
+QUERY_S = 120.0  # for the first start of Python from a slow disk
+PULL_S = 1800.0  # for an image that is pulled from a registry first
 
 
-class Refused(Exception):
-    """This node cannot be started, and another try would end the same way."""
-
-
-def make(config: Json, temp: str) -> Own:
+def make(config: AgentConfig, temp: str) -> HostRuntime:
     if config.get("container"):
-        return Container(config, temp)
-    return Staged(config, temp) if config.get("stage") else Own(config, temp)
+        return ContainerRuntime(config, temp)
+    return StagedRuntime(config, temp) if config.get("stage") else HostRuntime(config, temp)
 
 
 def without_space(python: str, temp: str) -> str:
-    """The same Python by a path without a space. Ray writes the path into shell commands without quoting it, so that workers
-    with a runtime environment and the server of Ray Client would not start. A link in our private directory leads there."""
-    if not any(letter.isspace() for letter in python):
+    """A path without spaces to this Python, by a link in the private directory. Ray writes the path into shell commands
+    without quotes, so that workers with a runtime environment and Ray Client's server would not start."""
+    if not any(character.isspace() for character in python):
         return python
     home, link = os.path.dirname(os.path.dirname(python)), os.path.join(temp, "env")
     if not os.path.islink(link):
@@ -45,41 +41,45 @@ def without_space(python: str, temp: str) -> str:
     return os.path.join(link, "bin", os.path.basename(python))
 
 
-class Own:
-    """The Python that runs us, and the Ray beside it."""
+class HostRuntime:
+    """The Python that runs the agent, and its Ray."""
 
-    def __init__(self, config: Json, temp: str) -> None:
+    missing_ray = RefusalCause.RAY_MISSING
+
+    def __init__(self, config: AgentConfig, temp: str) -> None:
         self.config, self.temp = config, temp
         self.python = sys.executable
-        self.place = "the environment of %s" % sys.executable
+        self.description = "the environment of %s" % sys.executable
 
-    async def share(self) -> None:
-        """Before the other nodes of our job are started: what they need comes to them."""
+    async def broadcast(self) -> None:
+        """Copy what the other nodes of the allocation need to their hosts, before they are started."""
 
-    async def unshare(self) -> None:
-        """The other nodes were never started: nobody there takes what was brought to them."""
+    async def remove_broadcast(self) -> None:
+        """Remove these copies if the other nodes were never started."""
 
     async def prepare(self) -> None:
-        """Makes it usable here. Raises Refused."""
+        """Make the environment usable on this node. Raises Refused."""
         if os.path.isdir(sys.prefix + UNFINISHED):
-            raise Refused("%s is half made: `heliostat setup` finishes it" % sys.prefix)
+            raise Refused(
+                RefusalCause.ENVIRONMENT_INCOMPLETE,
+                "the environment %s is incomplete: `heliostat setup` finishes it" % sys.prefix,
+            )
         self.python = without_space(self.python, self.temp)
 
-    async def versions(self) -> Json:
-        """{"ray": version or None, "python": version}"""
+    async def versions(self) -> Versions:
         return {"ray": probe.ray_version(), "python": probe.python_version()}
 
     def wrap(self, argv: List[str], env: Dict[str, str], cwd: str = "/") -> Tuple[List[str], Dict[str, str]]:
-        """The command line and the environment with which these words run in it."""
+        """The command line and the environment that run this command in the runtime."""
         return argv, env
 
     def client_environment(self) -> Dict[str, str]:
-        """What any Ray program on this node needs to be let in. The token is our own copy, beside the sockets: it works
-        when the record's folder is slow, or its token file was removed."""
+        """Variables that any Ray program on this node needs to connect. They name the token's copy in the private
+        directory, which works if the shared directory is slow or its token file was removed."""
         env = {processes.MARK: self.config["mark"], "HELIOSTAT_CLUSTER": self.config["cluster"]}
-        # of Python, Ray asks all three numbers to be the same unless told; machines of a lab often differ in the third
+        # by default Ray requires equal patch versions of Python, which often differ between hosts
         env["RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL"] = "minor"
-        # `python` means the Python that has this Ray, whatever shell we were started from
+        # `python` is the Python that has this Ray, whatever PATH the agent inherited
         env["PATH"] = os.pathsep.join([os.path.dirname(self.python), os.environ.get("PATH", os.defpath)])
         env.update(tls.environment(self.config, self.temp))
         if self.config["auth"] == "token":
@@ -91,77 +91,82 @@ class Own:
         return {**env, "RAY_AUTH_MODE": "disabled"}
 
 
-class Staged(Own):
-    """A copy of the virtual environment below our private folder: a hundred nodes that import Ray from one shared disk
-    wait for that disk for minutes. The client packed it once; the first node of a job broadcasts the archive where the
-    scheduler can, else every node reads it from the shared folder."""
+class StagedRuntime(HostRuntime):
+    """A copy of the virtual environment in the private directory: a hundred nodes that import Ray from one shared disk
+    take minutes. The client packs the archive. The first node broadcasts it if the scheduler can; otherwise every node
+    reads it from the shared directory."""
 
-    def __init__(self, config: Json, temp: str) -> None:
+    def __init__(self, config: AgentConfig, temp: str) -> None:
         super().__init__(config, temp)
-        self.stage: Json = config["stage"]
+        stage = config["stage"]
+        assert stage is not None
+        self.stage: StageConfig = stage
         self.home = os.path.join(temp, "venv")
         self.python = os.path.join(self.home, "bin", "python3")
-        self.place = "the copy of %s" % self.stage["venv"]
-        self.clean: List[str] = []  # the command that takes the broadcast copies away
+        self.description = "the copy of %s" % self.stage["venv"]
+        self.remove_command: List[str] = []  # removes the broadcast copies
 
     def client_environment(self) -> Dict[str, str]:
         return {**super().client_environment(), "VIRTUAL_ENV": self.home}
 
-    async def share(self) -> None:
-        cast: Optional[Json] = self.config.get("broadcast")
-        if not cast or not shutil.which(cast["copy"][0]):
+    async def broadcast(self) -> None:
+        commands = self.config.get("broadcast")
+        if not commands or not shutil.which(commands["copy"][0]):
             return
         if ownership.find_unsafe(tempfile.gettempdir(), shared=True):
-            return  # somebody could replace it
-        # a name that nobody can guess: in /tmp somebody else could have put a file there before us
+            return  # another user could replace the copy
+        # an unpredictable name: another user could have created a file with a known name in /tmp
         copy = os.path.join(tempfile.gettempdir(), "hs-%s.tar" % secrets.token_hex(8))
-        self.clean = [*cast["remove"], copy]
-        code, said = await _run([*cast["copy"], self.stage["archive"], copy])
+        self.remove_command = [*commands["remove"], copy]
+        code, output = await _run([*commands["copy"], self.stage["archive"], copy])
         if code == 0:
-            self.stage["copy"] = copy  # the other nodes are told
+            self.stage["copy"] = copy  # part of the config of the other nodes
             return
-        sys.stderr.write("the archive was not broadcast, every node reads it: %s\n" % said)
-        await self.unshare()
+        sys.stderr.write("the broadcast failed; every node reads the shared archive: %s\n" % output)
+        await self.remove_broadcast()
 
-    async def unshare(self) -> None:
-        if self.clean:
-            await _run(self.clean, seconds=20)
-            self.clean = []
+    async def remove_broadcast(self) -> None:
+        if self.remove_command:
+            await _run(self.remove_command, seconds=20)
+            self.remove_command = []
 
     async def prepare(self) -> None:
         archive, copy = self.stage["archive"], os.path.join(self.temp, "venv.tar")
         try:
-            # in our own folder it ends with us, whatever happens
+            # in the private directory it is removed with this node
             os.rename(self.stage.get("copy") or "", copy)
             if ownership.find_unsafe(copy) is None:
                 archive = copy
         except OSError:
-            pass  # there is none, or not on this disk
+            pass  # there is no copy, or it is on another disk
         unsafe = ownership.find_unsafe(archive)
         if unsafe:
-            raise Refused("the archive %s is not safe: %s" % (archive, unsafe))
+            raise Refused(RefusalCause.STAGE_FAILED, "the archive %s is not safe: %s" % (archive, unsafe))
         disk = os.statvfs(self.temp)
         free, room = disk.f_bavail * disk.f_frsize, int(self.stage["room"])
         if free < room:
             raise Refused(
+                RefusalCause.STAGE_DISK_FULL,
                 "%s has %d MiB free, the copy of %s needs %d"
-                % (os.path.dirname(self.temp), free >> 20, self.stage["venv"], room >> 20)
+                % (os.path.dirname(self.temp), free >> 20, self.stage["venv"], room >> 20),
             )
         os.mkdir(self.home, 0o700)
-        code, said = await _run(["tar", "--no-same-owner", "-xf", archive, "-C", self.home])
+        code, output = await _run(["tar", "--no-same-owner", "-xf", archive, "-C", self.home])
         if code:
-            raise Refused("could not unpack %s: %s" % (archive, said))
+            raise Refused(RefusalCause.STAGE_FAILED, "could not unpack %s: %s" % (archive, output))
         if archive == copy:
             os.unlink(copy)
         relocate(self.home, self.stage["paths"])
 
-    async def versions(self) -> Json:
-        return await _look([self.python, "-c", LOOK], dict(os.environ), self.place, LOOK_S)
+    async def versions(self) -> Versions:
+        argv = [self.python, "-c", VERSIONS_PROGRAM]
+        return await _query_versions(argv, dict(os.environ), self.description, QUERY_S)
 
 
 def relocate(home: str, paths: List[str]) -> None:
-    """Programs of a virtual environment name its Python by a full path, in one of the first lines: `paths` are those
-    where it lay. The Python itself finds `pyvenv.cfg` beside it, wherever that is."""
+    """Rewrite the interpreter path in the first lines of the environment's programs; `paths` are its old locations.
+
+    Python itself finds `pyvenv.cfg` relative to its own path."""
     old = re.compile(b"|".join(re.escape(os.fsencode(path + "/bin/")) for path in paths))
     new = os.fsencode(home + "/bin/")
     for entry in os.scandir(os.path.join(home, "bin")):
@@ -178,56 +183,64 @@ def relocate(home: str, paths: List[str]) -> None:
             os.chmod(entry.path, mode)
 
 
-class Container(Own):
-    """Apptainer, or Singularity. The image has its own PATH, so commands inside are plain `python3`."""
+class ContainerRuntime(HostRuntime):
+    """Apptainer or Singularity. The image has its own PATH, so its Python is `python3`."""
 
-    def __init__(self, config: Json, temp: str) -> None:
+    missing_ray = RefusalCause.RAY_MISSING_IN_IMAGE
+
+    def __init__(self, config: AgentConfig, temp: str) -> None:
         super().__init__(config, temp)
-        self.wanted: Json = config["container"]
+        container = config["container"]
+        assert container is not None
+        self.container: ContainerConfig = container
         self.python = "python3"
-        self.place = "the image %s" % self.wanted["image"]
+        self.description = "the image %s" % self.container["image"]
         self.program = ""
         self.gpus: List[str] = []
 
     async def prepare(self) -> None:
         found = [path for path in map(shutil.which, PROGRAMS) if path]
         if not found:
-            raise Refused("neither apptainer nor singularity is on this node")
+            raise Refused(
+                RefusalCause.CONTAINER_PROGRAM_MISSING, "neither apptainer nor singularity is on this node"
+            )
         self.program = found[0]
-        image = self.wanted["image"]
+        image = self.container["image"]
         if "://" not in image and not os.path.exists(image):
-            raise Refused("there is no image %s on this node" % image)
+            raise Refused(RefusalCause.IMAGE_MISSING, "there is no image %s on this node" % image)
         self.gpus = gpu_option()
 
-    async def versions(self) -> Json:
-        argv, env = self.wrap([self.python, "-c", LOOK], {**os.environ, **self.client_environment()})
-        return await _look(argv, env, self.place, PULL_S if "://" in self.wanted["image"] else LOOK_S)
+    async def versions(self) -> Versions:
+        argv = [self.python, "-c", VERSIONS_PROGRAM]
+        argv, env = self.wrap(argv, {**os.environ, **self.client_environment()})
+        seconds = PULL_S if "://" in self.container["image"] else QUERY_S
+        return await _query_versions(argv, env, self.description, seconds)
 
     def binds(self, cwd: str) -> List[str]:
-        """What must be seen inside. The command's folder on every node: Ray's workers import from there."""
-        command = self.config.get("command") or {}
-        folders = [self.config["folder"], self.temp, command.get("cwd") or "", cwd]
-        own = [path for path in folders if path not in ("", "/") and os.path.isdir(path)]
-        return list(dict.fromkeys([*own, *self.wanted["binds"]]))
+        """Paths that the container needs. Ray's workers import from the command's directory, on every node."""
+        command = self.config.get("command")
+        needed = [self.config["folder"], self.temp, command.get("cwd", "") if command else "", cwd]
+        own = [path for path in needed if path not in ("", "/") and os.path.isdir(path)]
+        return list(dict.fromkeys([*own, *self.container["binds"]]))
 
     def wrap(self, argv: List[str], env: Dict[str, str], cwd: str = "/") -> Tuple[List[str], Dict[str, str]]:
-        words = [self.program, "exec", *self.gpus]
+        wrapped = [self.program, "exec", *self.gpus]
         for bind in self.binds(cwd):
-            words += ["--bind", bind]
-        words += ["--pwd", cwd, *self.wanted["options"], self.wanted["image"], *argv]
-        # with this prefix they arrive also where an option (`--cleanenv`, `--containall`) keeps the rest out
+            wrapped += ["--bind", bind]
+        wrapped += ["--pwd", cwd, *self.container["options"], self.container["image"], *argv]
+        # with this prefix they are set also with `--cleanenv` or `--containall`
         prefix = "%sENV_" % os.path.basename(self.program).upper()
-        ours = {k: v for k, v in env.items() if k == processes.MARK or os.environ.get(k) != v}
-        return words, {**env, **{prefix + k: v for k, v in ours.items() if k != "PATH"}}
+        passed = {k: v for k, v in env.items() if k == processes.MARK or os.environ.get(k) != v}
+        return wrapped, {**env, **{prefix + k: v for k, v in passed.items() if k != "PATH"}}
 
     def client_environment(self) -> Dict[str, str]:
         env = super().client_environment()
-        del env["PATH"]  # outside it is for finding apptainer, inside the image has its own
+        del env["PATH"]  # the host's PATH finds apptainer; the image has its own
         return env
 
 
 def gpu_option() -> List[str]:
-    """Lets the GPUs of our allocation in. Where no vendor's tool is, the driver's own device tells which they are."""
+    """The option for the GPUs of the allocation. Without a vendor's tool, the driver's device file identifies them."""
     found = probe.gpus()
     vendors = {gpu["vendor"] for gpu in found["gpus"]}
     if not found["gpu_count"]:
@@ -240,27 +253,28 @@ def gpu_option() -> List[str]:
 async def _run(
     argv: List[str], env: Optional[Dict[str, str]] = None, seconds: Optional[float] = None
 ) -> Tuple[int, str]:
-    """(exit code, what it said). Whoever gives up waiting leaves it to the keeper."""
+    """(exit code, output). After a timeout the process keeps running; the supervisor ends it."""
     pipe, null = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
     try:
         child = await asyncio.create_subprocess_exec(
             *argv, env=env, cwd="/", stdin=null, stdout=pipe, stderr=asyncio.subprocess.STDOUT
         )
-        said, _ = await asyncio.wait_for(child.communicate(), seconds)
+        output, _ = await asyncio.wait_for(child.communicate(), seconds)
     except OSError as error:
         return 127, str(error)
     except asyncio.TimeoutError:
         return 124, "no answer within %d s" % (seconds or 0)
-    return int(child.returncode or 0), said.decode("utf-8", "replace").strip()
+    return int(child.returncode or 0), output.decode("utf-8", "replace").strip()
 
 
-async def _look(argv: List[str], env: Dict[str, str], place: str, seconds: float) -> Json:
-    code, said = await _run(argv, env, seconds)
+async def _query_versions(argv: List[str], env: Dict[str, str], description: str, seconds: float) -> Versions:
+    code, output = await _run(argv, env, seconds)
     try:
-        answer: Json = json.loads(said.splitlines()[-1]) if code == 0 else {}
+        answer: Versions = json.loads(output.splitlines()[-1]) if code == 0 else {}
     except (ValueError, IndexError):
         answer = {}
     if "ray" not in answer:
-        words = " | ".join(line.strip() for line in said.splitlines()[-3:] if line.strip())
-        raise Refused("Python does not start in %s (code %d): %s" % (place, code, words[-400:]))
+        lines = " | ".join(line.strip() for line in output.splitlines()[-3:] if line.strip())
+        reason = "Python does not start in %s (code %d): %s" % (description, code, lines[-400:])
+        raise Refused(RefusalCause.ENVIRONMENT_INVALID, reason)
     return answer

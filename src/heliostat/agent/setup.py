@@ -1,7 +1,7 @@
-"""Makes or upgrades the environment of this machine, a virtual one or a conda one; where neither is named it only looks.
+"""Makes or upgrades the environment of this host, a virtual or a conda one. Without either it only reports versions.
 
-While it works, a folder beside the environment (`venv.unfinished`) says so, and goes last. So whatever was left half-way,
-by whatever end, is known for that: to us, and to a node that would start in it. Machines that share a home take turns there.
+While it works, a directory beside the environment (`venv.unfinished`) exists; it is removed last. So an environment that
+was left incomplete is detected, by the next setup and by a node that would start in it. Hosts that share a home take turns.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from typing import Any, Callable, Dict, List, Optional
+from typing import Any, Callable, Dict, List, NoReturn, Optional
 
 from . import files, processes
+from .protocol import Answer, ContainerConfig, RefusalCause, Refused, SetupRequest, Versions, cause_of
 
-Json = Dict[str, Any]
 UNFINISHED = ".unfinished"
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-STAMP = "heliostat.json"  # in the environment: which requirements are in it
-BEAT_S = 2.0
-SILENT_S = 90.0  # a shared disk may show another machine's last beat a minute late
-LOOK_S = 120.0
-ISOLATED = ("-I", "-m")  # not from the current directory, which may be anybody's
-# ray[default] brings these three; other libraries bring two of them, and a bare Ray beside those has no dashboard
-LOOK = """
+STAMP = "heliostat.json"  # in the environment: its Ray version and the digest of its requirements
+HEARTBEAT_S = 2.0
+HEARTBEAT_TIMEOUT_S = 90.0  # a shared disk may show another host's heartbeat a minute late
+QUERY_S = 120.0
+ISOLATED = ("-I", "-m")  # do not import from the current directory, which another user may control
+# ray[default] installs these three; other libraries install two of them, without a dashboard
+VERSIONS_PROGRAM = """
 import json, platform
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -41,181 +41,198 @@ except PackageNotFoundError:
 whole = all(map(find_spec, ("aiohttp", "aiohttp_cors", "grpc")))
 print(json.dumps({"ray": ray, "python": platform.python_version(), "whole": whole}))
 """
+# what pip and uv print -> its code
+INSTALLER_CAUSES = (
+    ("ensurepip", RefusalCause.VENV_MODULE_MISSING),
+    ("No matching distribution found for ray", RefusalCause.PACKAGE_NOT_FOUND),
+)
 
 
-class Failed(Exception):
-    """The installer said no, and left things as they were."""
+class Interrupted(Exception):
+    """A signal, a closed connection or the deadline ended the work; the environment may be incomplete."""
 
 
-class Left(Exception):
-    """We were told to end, or nobody waits for us any more, or time is over: work may be half done."""
-
-
-def make(request: Json) -> Json:
-    """{"venv": folder or None, "conda": name or None, "container": as nodes have it or None, "ray": version or None,
-    "requirements": file or None, "wheels": folder or None, "upgrade": bool, "look": bool, "cwd", "seconds"}
-    -> {"ok", "done": "made", "upgraded", "installed" or "nothing", "ray", "python", "was"?, "needed"?, "reason"?}.
-
-    Files are beside the agent, unless their path is a full one. upgrade: an environment that is there is changed too.
-    look: changes nothing, and says whether something is `needed`."""
+def make(request: SetupRequest) -> Answer:
+    """Make, upgrade or check the environment. The answer has `done`, or `reason` and `cause` of a failure."""
     for number in SIGNALS:
-        signal.signal(number, _leave)
+        signal.signal(number, _interrupt)
     try:
-        if request.get("container"):
-            return {"ok": True, "done": "nothing", **_inside(request["container"])}
+        container = request.get("container")
+        if container:
+            return _answer("nothing", _query_container(container))
         if not request["venv"] and not request.get("conda"):
-            return _own(request.get("ray"))
-        return _Environment(request).settle()
-    except (OSError, Failed, Left) as error:
-        return {"ok": False, "reason": str(error), "exit_code": 1}
+            return _answer("nothing", _query_own(request.get("ray")))
+        return _Environment(request).make()
+    except Interrupted as error:
+        return {"ok": False, "reason": str(error), "cause": RefusalCause.INTERRUPTED, "exit_code": 1}
+    except (OSError, Refused) as error:
+        return {"ok": False, "reason": str(error), "cause": cause_of(error), "exit_code": 1}
 
 
-def _leave(number: int, _: Any) -> None:
+def _answer(done: str, found: Versions) -> Answer:
+    ray, python, whole = found["ray"], found["python"], found["whole"]
+    return {"ok": True, "done": done, "ray": ray, "python": python, "whole": whole}
+
+
+def _interrupt(number: int, _: Any) -> NoReturn:
     for other in SIGNALS:
-        signal.signal(other, signal.SIG_IGN)  # what is being cleaned up is not interrupted again
-    raise Left("it was ended (signal %d)" % number)
+        signal.signal(other, signal.SIG_IGN)  # do not interrupt the cleanup
+    raise Interrupted("interrupted by signal %d" % number)
 
 
-def _own(wanted: Optional[str]) -> Json:
-    """The person's own Python: it is only looked at."""
-    found = look(sys.executable) or {}
+def _query_own(wanted: Optional[str]) -> Versions:
+    """The versions of the user's own Python, which is never changed."""
+    found = query(sys.executable) or Versions()
     if not found.get("ray"):
-        raise Failed("no Ray in the environment of %s" % sys.executable)
+        raise Refused(RefusalCause.RAY_MISSING, "no Ray in the environment of %s" % sys.executable)
     if wanted and found["ray"] != wanted:
-        raise Failed("%s has Ray %s, %s is asked for" % (sys.executable, found["ray"], wanted))
-    return {"ok": True, "done": "nothing", **found}
+        raise Refused(
+            RefusalCause.RAY_VERSION_DIFFERS,
+            "%s has Ray %s, %s is asked for" % (sys.executable, found["ray"], wanted),
+        )
+    return found
 
 
-def _inside(container: Json) -> Json:
+def _query_container(container: ContainerConfig) -> Versions:
     import asyncio
 
     from . import runtime
 
-    image = runtime.Container(
+    image = runtime.ContainerRuntime(
         {"container": container, "folder": "", "auth": "none", "mark": "", "cluster": ""}, ""
     )
-    try:
-        asyncio.run(image.prepare())
-        found = asyncio.run(image.versions())
-    except runtime.Refused as error:
-        raise Failed(str(error)) from None
+    asyncio.run(image.prepare())
+    found = asyncio.run(image.versions())
     if not found["ray"]:
-        raise Failed("no Ray in %s" % image.place)
+        raise Refused(RefusalCause.RAY_MISSING_IN_IMAGE, "no Ray in %s" % image.description)
     return found
 
 
-def look(python: str) -> Optional[Json]:
-    """{"ray": version or None, "python", "whole"} of this Python; None: it does not start."""
+def query(python: str) -> Optional[Versions]:
+    """The versions of this Python; None if it does not start."""
     try:
         done = subprocess.run(
-            [python, "-c", LOOK], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-            timeout=LOOK_S, cwd="/",
+            [python, "-c", VERSIONS_PROGRAM], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL, timeout=QUERY_S, cwd="/",
         )  # fmt: skip
-        found: Json = json.loads(done.stdout)
+        found: Versions = json.loads(done.stdout)
     except (OSError, ValueError, subprocess.TimeoutExpired):
         return None
     return found
 
 
 class _Environment:
-    def __init__(self, request: Json) -> None:
+    def __init__(self, request: SetupRequest) -> None:
         self.request = request
         self.deadline = time.monotonic() + float(request["seconds"])
-        here = os.path.dirname(os.path.abspath(sys.argv[0]))
-        self.requirements, self.wheels = (
-            os.path.join(here, request[key]) if request.get(key) else None
-            for key in ("requirements", "wheels")
-        )
-        self.folder = self._folder()
-        self.python = os.path.join(self.folder, "bin", "python")
-        self.pins = ""
+        self.requirements = self._find(request.get("requirements"))
+        self.wheels = self._find(request.get("wheels"))
+        self.path = self._path()
+        self.python = os.path.join(self.path, "bin", "python")
+        self.digest = ""
         if self.requirements:
             with open(self.requirements, "rb") as stream:
-                self.pins = hashlib.sha256(stream.read()).hexdigest()
+                self.digest = hashlib.sha256(stream.read()).hexdigest()
 
-    def _folder(self) -> str:
+    @staticmethod
+    def _find(name: Optional[str]) -> Optional[str]:
+        """The path of a file of the request, which is relative to the agent."""
+        return os.path.join(os.path.dirname(os.path.abspath(sys.argv[0])), name) if name else None
+
+    def _path(self) -> str:
         if not self.request.get("conda"):
-            named = os.path.expanduser(self.request["venv"]).rstrip("/")
+            named = os.path.expanduser(self.request["venv"] or "").rstrip("/")
             return os.path.join(os.path.expanduser("~"), named)
         active = os.environ.get("CONDA_PREFIX") or ""
-        if os.path.realpath(active) != os.path.realpath(sys.prefix):  # then `python3` came from elsewhere
-            raise Failed("the conda environment `%s` has no Python" % self.request["conda"])
+        if os.path.realpath(active) != os.path.realpath(sys.prefix):  # `python3` is not from this environment
+            raise Refused(
+                RefusalCause.ENVIRONMENT_INVALID,
+                "the conda environment `%s` has no Python" % self.request["conda"],
+            )
         return active
 
-    def settle(self) -> Json:
-        found = look(self.python) if not os.path.isdir(self.folder + UNFINISHED) else None
-        if found and self.is_enough(found):
-            return {"ok": True, "done": "nothing", **found}
+    def make(self) -> Answer:
+        found = query(self.python) if not os.path.isdir(self.path + UNFINISHED) else None
+        if found and self.is_sufficient(found):
+            return _answer("nothing", found)
         if self.request.get("look"):
             return {"ok": True, "needed": True}
-        claim = Claim(self.folder + UNFINISHED, self.deadline)
-        claim.take(lambda: not os.path.lexists(self.folder))
-        found = look(self.python) if not claim.making else None
-        if not claim.making and not claim.again:
-            if found and self.is_enough(found):  # it was done while we waited
+        claim = Claim(self.path + UNFINISHED, self.deadline)
+        claim.take(lambda: not os.path.lexists(self.path))
+        found = query(self.python) if not claim.creating else None
+        if not claim.creating and not claim.resumed:
+            if found and self.is_sufficient(found):  # another setup finished it meanwhile
                 claim.release()
-                return {"ok": True, "done": "nothing", **found}
-            if not found:  # only now: before, another could have been making it
+                return _answer("nothing", found)
+            if not found:  # checked only now: before, another setup could have been creating it
                 claim.release()
                 why = "its Python does not start" if os.path.lexists(self.python) else "it has no bin/python"
-                raise Failed("%s is not a virtual environment: %s" % (self.folder, why))
-        try:
-            self.install(claim)
-            now = look(self.python) or {"ray": None}
-            if now["ray"] != self.request["ray"]:
-                raise Failed("%s has Ray %s after all" % (self.folder, now["ray"]))
-            files.write_json(os.path.join(self.folder, STAMP), {"ray": now["ray"], "requirements": self.pins})
-        except BaseException as error:
-            if claim.is_mine():
-                if claim.making:
-                    shutil.rmtree(self.folder, ignore_errors=True)  # ours: it was not there before
-                if claim.making or isinstance(error, Failed):
-                    claim.release()
-                else:
-                    claim.say(left=True)  # half done; the next one need not wait
-            raise
+                reason = "%s is not a virtual environment: %s" % (self.path, why)
+                raise Refused(RefusalCause.NOT_A_VENV, reason)
+        now = self._install_claimed(claim)
         claim.release()
         was = found.get("ray") if found else None
-        done = "made" if claim.making else "upgraded" if was not in (None, now["ray"]) else "installed"
-        return {"ok": True, "done": done, **now, "was": was}
+        done = "made" if claim.creating else "upgraded" if was not in (None, now["ray"]) else "installed"
+        return {**_answer(done, now), "was": was}
 
-    def is_enough(self, found: Json) -> bool:
+    def _install_claimed(self, claim: Claim) -> Versions:
+        """Install, and verify the version. After a failure an environment that did not exist before is removed."""
+        try:
+            self.install(claim)
+            now = query(self.python) or Versions(ray=None)
+            if now["ray"] != self.request["ray"]:
+                reason = "%s has Ray %s after the installation" % (self.path, now["ray"])
+                raise Refused(RefusalCause.RAY_VERSION_DIFFERS, reason)
+            stamp = {"ray": now["ray"], "requirements": self.digest}
+            files.write_json(os.path.join(self.path, STAMP), stamp)
+            return now
+        except BaseException as error:
+            if claim.is_current():
+                if claim.creating:
+                    shutil.rmtree(self.path, ignore_errors=True)
+                if claim.creating or isinstance(error, Refused):
+                    claim.release()
+                else:
+                    claim.write(left=True)  # incomplete; the next setup need not wait
+            raise
+
+    def is_sufficient(self, found: Versions) -> bool:
         if not self.request.get("upgrade"):
             return True
         if found["ray"] != self.request["ray"] or not found["whole"]:
             return False
-        stamp = files.read_json(os.path.join(self.folder, STAMP)) or {}
-        return not self.pins or self.pins == stamp.get("requirements")
+        stamp = files.read_json(os.path.join(self.path, STAMP)) or {}
+        return not self.digest or self.digest == stamp.get("requirements")
 
     def install(self, claim: Claim) -> None:
         uv = shutil.which("uv")
-        if claim.making:
-            shutil.rmtree(self.folder, ignore_errors=True)  # what an unfinished one left
+        if claim.creating:
+            shutil.rmtree(self.path, ignore_errors=True)  # what an interrupted setup left
             self.run(
-                [uv, "venv", "--quiet", "--python", sys.executable, self.folder]
+                [uv, "venv", "--quiet", "--python", sys.executable, self.path]
                 if uv
-                else [sys.executable, *ISOLATED, "venv", self.folder],
+                else [sys.executable, *ISOLATED, "venv", self.path],
                 claim,
             )
-        elif os.path.exists(os.path.join(self.folder, STAMP)):
-            os.unlink(os.path.join(self.folder, STAMP))
-        # without bytecode every Ray process of every start would compile Ray anew
-        words = (
+        elif os.path.exists(os.path.join(self.path, STAMP)):
+            os.unlink(os.path.join(self.path, STAMP))
+        # without bytecode every Ray process of every start would compile Ray again
+        argv = (
             [uv, "pip", "install", "--quiet", "--compile-bytecode", "--python", self.python]
             if uv
             else [self.python, *ISOLATED, "pip", "install", "-q", "--compile", "--disable-pip-version-check"]
         )
-        if claim.again and not claim.making:  # half of a package may be there under its name
-            words.append("--reinstall" if uv else "--force-reinstall")
+        if claim.resumed and not claim.creating:  # a package may be installed in part
+            argv.append("--reinstall" if uv else "--force-reinstall")
         if self.wheels:
-            words += ["--no-index", "--find-links", self.wheels]
-        words.append("ray[default]==%s" % self.request["ray"])
+            argv += ["--no-index", "--find-links", self.wheels]
+        argv.append("ray[default]==%s" % self.request["ray"])
         if self.requirements:
-            words += ["-r", self.requirements]
-        self.run(words, claim)
+            argv += ["-r", self.requirements]
+        self.run(argv, claim)
 
     def run(self, argv: List[str], claim: Claim) -> None:
-        """To its end, while somebody waits for us."""
+        """Run an installer to its end. Kill it when the client is gone, at the deadline, or on a signal."""
         with tempfile.TemporaryFile() as out:
             child = subprocess.Popen(
                 argv, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True,
@@ -223,7 +240,7 @@ class _Environment:
             )  # fmt: skip
             try:
                 while child.poll() is None:
-                    claim.beat()
+                    claim.heartbeat()
                     time.sleep(0.1)
             except BaseException:
                 os.killpg(child.pid, signal.SIGKILL)
@@ -231,85 +248,91 @@ class _Environment:
                 raise
             if child.returncode:
                 out.seek(0)
-                words = [w for w in out.read().decode("utf-8", "replace").splitlines() if w.strip()]
-                errors = [line for line in words if "error" in line.lower() or "ensurepip" in line]
-                said = (errors or words or ["nothing"])[-1].strip()[:300]
-                raise Failed("`%s` said: %s" % (" ".join(argv[:5]), said))
+                lines = [line for line in out.read().decode("utf-8", "replace").splitlines() if line.strip()]
+                errors = [line for line in lines if "error" in line.lower() or "ensurepip" in line]
+                line = (errors or lines or ["no output"])[-1].strip()[:300]
+                found = [cause for text, cause in INSTALLER_CAUSES if text in line]
+                cause = found[0] if found else RefusalCause.INSTALLER_FAILED
+                raise Refused(cause, "`%s` failed: %s" % (" ".join(argv[:5]), line))
 
 
 class Claim:
-    """Whose turn it is: the highest number in the folder. A turn that never ended is taken over by making the next
-    number, which only one can, on any file system; who was only slow finds out by that and ends."""
+    """The right to change an environment: the highest number in the directory has it.
 
-    def __init__(self, place: str, deadline: float) -> None:
-        self.place, self.deadline = place, deadline
+    A setup that stopped is replaced by creating the next number, which only one process can do on any file system. A
+    setup that was only slow detects the higher number and ends."""
+
+    def __init__(self, directory: str, deadline: float) -> None:
+        self.directory, self.deadline = directory, deadline
         self.number = 0
-        self.again = False  # somebody began before us, and never ended
-        self.making = False  # the environment was not there when the first began
-        self.next = 0.0
+        self.resumed = False  # an earlier setup did not finish
+        self.creating = False  # the environment did not exist when the first setup started
+        self.next_heartbeat = 0.0
         boot = files.tail("/proc/sys/kernel/random/boot_id").strip()
-        self.machine = "%s %s" % (socket.gethostname(), boot)
+        self.host = "%s %s" % (socket.gethostname(), boot)
 
-    def take(self, absent: Callable[[], bool]) -> None:
-        seen: Optional[Json] = None
+    def take(self, is_absent: Callable[[], bool]) -> None:
+        """Wait for the claim. Raises Interrupted when the client is gone, or at the deadline."""
+        seen: Optional[Dict[str, Any]] = None
         since = time.monotonic()
         while True:
-            os.makedirs(self.place, 0o700, exist_ok=True)
-            last = self.last()
-            words = files.read_json(os.path.join(self.place, str(last))) or {}
-            if last and not self.is_over(words):
-                if words != seen:
-                    seen, since = words, time.monotonic()
-                elif time.monotonic() - since > SILENT_S:
-                    words["left"] = True
-            if not last or self.is_over(words):
+            os.makedirs(self.directory, 0o700, exist_ok=True)
+            last = self.last_number()
+            owner = files.read_json(os.path.join(self.directory, str(last))) or {}
+            if last and not self.is_over(owner):
+                if owner != seen:
+                    seen, since = owner, time.monotonic()
+                elif time.monotonic() - since > HEARTBEAT_TIMEOUT_S:
+                    owner["left"] = True
+            if not last or self.is_over(owner):
                 try:
-                    path = os.path.join(self.place, str(last + 1))
+                    path = os.path.join(self.directory, str(last + 1))
                     os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
                     break
                 except (FileExistsError, FileNotFoundError):
-                    continue  # somebody was quicker, or has just finished
-            self.still_wanted()
+                    continue  # another setup was faster, or has just finished
+            self.check_wanted()
             time.sleep(0.2)
-        self.number, self.again = last + 1, bool(last)
-        self.making = bool(words["making"]) if "making" in words else absent()
-        self.say()
+        self.number, self.resumed = last + 1, bool(last)
+        self.creating = bool(owner["making"]) if "making" in owner else is_absent()
+        self.write()
 
-    def last(self) -> int:
+    def last_number(self) -> int:
         try:
-            return max([int(name) for name in os.listdir(self.place) if name.isdigit()], default=0)
+            return max([int(name) for name in os.listdir(self.directory) if name.isdigit()], default=0)
         except FileNotFoundError:
             return 0
 
-    def is_mine(self) -> bool:
-        return self.last() == self.number
+    def is_current(self) -> bool:
+        return self.last_number() == self.number
 
-    def is_over(self, words: Json) -> bool:
-        if words.get("left"):
+    def is_over(self, owner: Dict[str, Any]) -> bool:
+        if owner.get("left"):
             return True
-        return words.get("machine") == self.machine and not processes.alive(words["pid"], words["start"])
+        return owner.get("machine") == self.host and not processes.alive(owner["pid"], owner["start"])
 
-    def still_wanted(self) -> None:
+    def check_wanted(self) -> None:
         if time.monotonic() > self.deadline:
-            raise Left("it took too long")
-        ear = select.poll()  # the other end of our standard output: who asked us
-        ear.register(1, 0)
-        if any(event & (select.POLLERR | select.POLLHUP) for _, event in ear.poll(0)):
-            raise Left("whoever asked for it is gone")
+            raise Interrupted("the deadline has passed")
+        poll = select.poll()  # the other end of standard output: the client
+        poll.register(1, 0)
+        if any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0)):
+            raise Interrupted("the client closed the connection")
 
-    def beat(self) -> None:
-        self.still_wanted()
-        if time.monotonic() >= self.next:
-            if not self.is_mine():
-                raise Left("another has taken over")
-            self.say()
+    def heartbeat(self) -> None:
+        self.check_wanted()
+        if time.monotonic() >= self.next_heartbeat:
+            if not self.is_current():
+                raise Interrupted("another setup has taken over")
+            self.write()
 
-    def say(self, **more: Any) -> None:
-        self.next = time.monotonic() + BEAT_S
-        me = {"machine": self.machine, "pid": os.getpid(), "start": processes.start_time(os.getpid())}
-        words = {**me, "making": self.making, "beat": time.monotonic(), **more}
-        files.write_json(os.path.join(self.place, str(self.number)), words)
+    def write(self, left: bool = False) -> None:
+        """Write the claim's file. left: the work has stopped, and the environment is incomplete."""
+        self.next_heartbeat = time.monotonic() + HEARTBEAT_S
+        owner = {"machine": self.host, "pid": os.getpid(), "start": processes.start_time(os.getpid())}
+        owner.update(making=self.creating, beat=time.monotonic(), **({"left": True} if left else {}))
+        files.write_json(os.path.join(self.directory, str(self.number)), owner)
 
     def release(self) -> None:
-        if self.is_mine():
-            shutil.rmtree(self.place, ignore_errors=True)
+        if self.is_current():
+            shutil.rmtree(self.directory, ignore_errors=True)

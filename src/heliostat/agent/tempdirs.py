@@ -1,7 +1,7 @@
-"""The private directory of a node, below the directory for temporary files: it is made, held while the node lives, and
-removed by a later agent or by `stop` when every process of the node was killed.
+"""The private directory of a node, below the directory for temporary files: created, locked while the node lives, and
+removed by a later agent or by `stop` if every process of the node was killed.
 
-In a directory like /tmp other users can create any name: nothing of theirs is followed, opened or waited for."""
+In a directory like /tmp other users can create any name: their entries are never followed, opened or waited for."""
 
 from __future__ import annotations
 
@@ -14,44 +14,46 @@ import tempfile
 from typing import List, Optional
 
 from . import files, ownership, processes
+from .protocol import RefusalCause, Refused
 
-LONGEST = 40  # Ray's sockets lie below it, and AF_UNIX paths end at 107 bytes
+LONGEST = 40  # Ray's sockets are below it, and AF_UNIX paths have at most 107 bytes
 PREFIX = "hs-"
-DRAFT = ".hs-"  # then a process id: a directory that this process is making or removing
+DRAFT = ".hs-"  # then a process id: a directory that this process creates or removes
 LOCK, OWNER = "lock", "owner.json"
 SECRETS = ("token", "tls/member.key")
-_OPEN = (
-    os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-)  # a link is not followed, a FIFO not waited for
-_held: List[int] = []  # the descriptors of our locks: they close when we and our child have ended
+# do not follow a link, do not wait for a FIFO
+_OPEN = os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_held: List[int] = []  # descriptors of locks: they close when supervisor and agent have ended
 
 
 def parents() -> List[str]:
-    """Where private directories can be."""
+    """The directories that may contain private directories."""
     return list(dict.fromkeys([tempfile.gettempdir(), "/tmp"]))
 
 
 def make(mark: str) -> str:
-    """A new directory of ours alone, with a path that is short enough for Ray's sockets. Raises OSError.
+    """Create a private directory with a path that is short enough for Ray's sockets. Raises Refused.
 
-    mark: what every process of the node has in its environment."""
+    mark: the value in the environment of every process of the node."""
     sweep_all([])
     for parent in parents():
         if len(os.fsencode(parent)) + len("/hs-12345678/ray") > LONGEST:
             continue
         unsafe = ownership.find_unsafe(parent, shared=True)
         if unsafe:
-            raise OSError("the directory for temporary files %s is not safe: %s" % (parent, unsafe))
+            reason = "the directory for temporary files %s is not safe: %s" % (parent, unsafe)
+            raise Refused(RefusalCause.TEMP_DIRECTORY, reason)
         try:
             return _make(parent, mark)
         except OSError:
             continue
-    raise OSError("no folder for temporary files with a path of under %d bytes is writable" % (LONGEST - 16))
+    reason = "no directory for temporary files with a path of under %d bytes is writable" % (LONGEST - 16)
+    raise Refused(RefusalCause.TEMP_DIRECTORY, reason)
 
 
 def _make(parent: str, mark: str) -> str:
-    """It gets its name when its lock is held: another agent that removes what is left cannot see it before that."""
-    me = {"pid": os.getpid(), "start": processes.start_time(os.getpid()), "mark": mark}
+    """Create, lock, then rename: an agent that removes leftovers cannot see it without its lock."""
+    owner = {"pid": os.getpid(), "start": processes.start_time(os.getpid()), "mark": mark}
     for _ in range(5):
         draft = os.path.join(parent, "%s%d-%s" % (DRAFT, os.getpid(), secrets.token_hex(4)))
         path = os.path.join(parent, PREFIX + secrets.token_hex(4))
@@ -60,13 +62,13 @@ def _make(parent: str, mark: str) -> str:
         try:
             held = os.open(os.path.join(draft, LOCK), _OPEN | os.O_CREAT | os.O_EXCL, 0o600)
             if _lock(held):
-                files.write_json(os.path.join(draft, OWNER), me)
+                files.write_json(os.path.join(draft, OWNER), owner)
                 os.rename(draft, path)
                 if _is_at(held, os.path.join(path, LOCK)):
                     _held.append(held)
                     return path
         except OSError:
-            pass  # the name is taken, or an agent that cannot see our process (in another container) removed the draft
+            pass  # the name is taken, or an agent in another container, which cannot see this process, removed the draft
         if held >= 0:
             os.close(held)
         shutil.rmtree(draft, ignore_errors=True)
@@ -90,7 +92,7 @@ def _is_at(descriptor: int, path: str) -> bool:
 
 
 def sweep(parent: str) -> List[str]:
-    """Removes what nodes of ours left whose every process was killed. Returns what it removed."""
+    """Remove the private directories of dead nodes of this user. Returns the removed paths."""
     removed = []
     for path in _drafts(parent):
         shutil.rmtree(path, ignore_errors=True)
@@ -104,14 +106,14 @@ def sweep(parent: str) -> List[str]:
 
 
 def sweep_all(temps: List[str]) -> List[str]:
-    """`sweep` wherever private directories can be, and where these are or were."""
-    places = dict.fromkeys([*parents(), *(os.path.dirname(temp) for temp in temps if temp.startswith("/"))])
-    safe = [place for place in places if ownership.find_unsafe(place, shared=True) is None]
-    return [path for place in safe for path in sweep(place)]
+    """`sweep` in all directories that may contain private ones, and in the parents of `temps`."""
+    known = dict.fromkeys([*parents(), *(os.path.dirname(temp) for temp in temps if temp.startswith("/"))])
+    safe = [parent for parent in known if ownership.find_unsafe(parent, shared=True) is None]
+    return [path for parent in safe for path in sweep(parent)]
 
 
 def dead(parent: str) -> List[str]:
-    """What `sweep` would remove."""
+    """The paths that `sweep` would remove."""
     found = []
     for path in _candidates(parent):
         descriptor = _take_dead(path)
@@ -122,7 +124,7 @@ def dead(parent: str) -> List[str]:
 
 
 def ending(parent: str) -> bool:
-    """Whether a node here has lost its agent, but not yet every process."""
+    """Whether the agent of a node here has ended, but not yet every process."""
     for path in _candidates(parent):
         descriptor = _take_lock(path)
         if descriptor is not None:
@@ -132,14 +134,14 @@ def ending(parent: str) -> bool:
 
 
 def remove(path: str) -> None:
-    """Removes the private directory of a node whose processes have been ended; nothing else."""
+    """Remove the private directory of an ended node; any other path is ignored."""
     safe = ownership.find_unsafe(os.path.dirname(path) or ".", shared=True) is None
     if safe and os.path.basename(path).startswith(PREFIX) and _is_ours(path):
         _remove(path)
 
 
 def remove_secrets(path: str) -> None:
-    """Removes the token and the keys of a private directory, as fast as that can be done. The rest is removed later."""
+    """Remove only the token and the keys of a private directory, which is fast."""
     for name in SECRETS:
         try:
             os.unlink(os.path.join(path, name))
@@ -152,7 +154,7 @@ def _candidates(parent: str) -> List[str]:
 
 
 def _drafts(parent: str) -> List[str]:
-    """Of processes that are dead."""
+    """Drafts of dead processes."""
     found = []
     for path in _named(parent, DRAFT):
         pid = os.path.basename(path)[len(DRAFT) :].partition("-")[0]
@@ -169,16 +171,16 @@ def _named(parent: str, prefix: str) -> List[str]:
 
 
 def _is_ours(path: str) -> bool:
-    """A directory, no link to one, that belongs to us. In a safe parent nobody else can put another in its place."""
+    """Whether this is a directory of this user, not a link. In a safe parent no other user can replace it."""
     try:
-        about = os.lstat(path)
+        status = os.lstat(path)
     except OSError:
         return False
-    return stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid()
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
 
 
 def _take_dead(path: str) -> Optional[int]:
-    """The lock of a private directory whose node is dead; None: it lives, or this is no such directory."""
+    """The lock of a private directory whose node is dead; None if the node lives, or for any other path."""
     descriptor = _take_lock(path)
     if descriptor is None:
         return None
@@ -191,7 +193,7 @@ def _take_dead(path: str) -> Optional[int]:
 
 
 def _take_lock(path: str) -> Optional[int]:
-    """The lock of a private directory that no agent holds. It counts only while its file is the one on disk."""
+    """The lock of a private directory that no agent holds, if its file is still the one on disk."""
     lock = os.path.join(path, LOCK)
     try:
         descriptor = os.open(lock, _OPEN)
@@ -204,7 +206,7 @@ def _take_lock(path: str) -> Optional[int]:
 
 
 def _remove(path: str) -> bool:
-    """Under a name that says who is at it: if we are killed in between, the next one goes on."""
+    """Rename to a draft of this process first: if this process is killed, the next sweep removes the rest."""
     draft = os.path.join(os.path.dirname(path), "%s%d-%s" % (DRAFT, os.getpid(), secrets.token_hex(4)))
     try:
         os.rename(path, draft)

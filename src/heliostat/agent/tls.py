@@ -1,8 +1,9 @@
 """TLS of one cluster on this node: the node's certificate, the variables that Ray reads, and the contexts of the hub.
 
-Ray's gRPC compares a node's IP address with the names in its certificate, in C++ and in Python, and asks clients for a certificate, too.
-The address is known here only, so the certificate is issued here, by the `openssl` program. The cluster's certificate authority comes
-with the token, in the directory `tls` beside it: whoever may read the one may read the other, and is a member of the cluster.
+Ray's gRPC, in C++ and in Python, compares a node's IP address with the names in its certificate, and requires client
+certificates, too. The address is known on the node only, so the agent issues the certificate there with the `openssl`
+program. The files of the cluster's certificate authority are in the directory `tls` beside the token; a process that can
+read them is a member of the cluster.
 """
 
 from __future__ import annotations
@@ -14,25 +15,25 @@ import socket
 import ssl
 import subprocess
 import tempfile
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Dict, List, Optional, Tuple
 
 from . import files, probe
+from .protocol import AgentConfig, RefusalCause, Refused
 
-Json = Dict[str, Any]
 DIRECTORY = files.TLS
 AUTHORITY, AUTHORITY_KEY = "ca.crt", "ca.key"
-KEY = "member.key"  # of every certificate that the authority issues
-CLIENT = "client.crt"  # for programs on hosts that are no nodes
+KEY = "member.key"  # the key of every certificate that the authority issues
+CLIENT = "client.crt"  # for programs on hosts that are not nodes
 NODE = "node.crt"
 OPENSSL_S = 60.0
-# The keys are deleted with the cluster. Until then no clock matters: those of a lab's hosts may differ.
+# The keys are deleted with the cluster. Until then the clocks of its hosts, which may differ, must not matter.
 VALID = ("20000101000000Z", "99991231235959Z")
 LOCAL_NAMES = [
     "DNS:localhost",
     "IP:127.0.0.1",
     "IP:127.0.0.2",
     "IP:::1",
-]  # Ray Client's server asks for localhost
+]  # Ray Client's server connects to localhost
 CONFIG = """
 [ca]
 default_ca = authority
@@ -61,19 +62,19 @@ subjectAltName = %s
 """
 
 
-class TlsError(ValueError):
-    """This node cannot have a certificate."""
+class TlsError(Refused):
+    """A certificate cannot be issued on this node."""
 
 
-def shared_directory(config: Json) -> str:
-    """Where the cluster's files for TLS are, on this host."""
+def shared_directory(config: AgentConfig) -> str:
+    """The directory of the cluster's TLS files on this host."""
     return os.path.join(os.path.dirname(config["token_path"]), DIRECTORY)
 
 
-def prepare(config: Json, ip: str, temp: str) -> Dict[str, str]:
-    """Makes the files of this node in its private directory and returns the variables of `environment`.
+def prepare(config: AgentConfig, ip: str, temp: str) -> Dict[str, str]:
+    """Make the TLS files of this node in its private directory and return the variables of `environment`.
 
-    Does nothing where the cluster has no TLS. Raises TlsError."""
+    Does nothing if the cluster has no TLS. Raises TlsError."""
     if not config.get("tls"):
         return environment(config, temp)
     source, target = shared_directory(config), os.path.join(temp, DIRECTORY)
@@ -83,41 +84,42 @@ def prepare(config: Json, ip: str, temp: str) -> Dict[str, str]:
             with open(os.path.join(source, name)) as stream:
                 files.write(os.path.join(target, name), stream.read())
     except OSError as error:
-        raise TlsError("the cluster's files for TLS cannot be read: %s" % error) from None
+        reason = "the cluster's files for TLS cannot be read: %s" % error
+        raise TlsError(RefusalCause.TLS_FAILED, reason) from None
     certificate = _issue_member(source, os.path.join(target, KEY), _names(ip))
     files.write(os.path.join(target, NODE), certificate)
-    try:  # for programs that a person starts on this host
+    try:  # for programs that a user starts on this host
         files.write(os.path.join(source, "node-%s.crt" % config["node"]), certificate)
     except OSError:
         pass
     return environment(config, temp)
 
 
-def environment(config: Json, temp: str) -> Dict[str, str]:
+def environment(config: AgentConfig, temp: str) -> Dict[str, str]:
     """The variables of Ray's processes and of drivers on this node, once `prepare` has made the files."""
     if config.get("tls"):
         return _variables(os.path.join(temp, DIRECTORY), NODE)
-    # the shell that started us may have another cluster's; a person may give Ray certificates of their own
+    # the inherited environment may belong to another cluster; a user may configure other certificates
     return {} if "RAY_USE_TLS" in (config.get("env") or {}) else {"RAY_USE_TLS": "0"}
 
 
-def exports(config: Json) -> Dict[str, str]:
-    """The variables of a program that a person starts on this host: the paths outlive no cluster, but the agent."""
+def exports(config: AgentConfig) -> Dict[str, str]:
+    """The variables of a program that a user starts on this host; the files outlive the agent, not the cluster."""
     return _variables(shared_directory(config), "node-%s.crt" % config["node"]) if config.get("tls") else {}
 
 
-def server_context(config: Json, temp: str) -> Optional[ssl.SSLContext]:
-    """For a server of ours: clients must have a certificate of the cluster. None: the cluster has no TLS."""
+def server_context(config: AgentConfig, temp: str) -> Optional[ssl.SSLContext]:
+    """For the hub: clients must have a certificate of the cluster. None if the cluster has no TLS."""
     return _context(ssl.PROTOCOL_TLS_SERVER, temp) if config.get("tls") else None
 
 
-def client_context(config: Json, temp: str) -> Optional[ssl.SSLContext]:
-    """For a connection to such a server, which must have a certificate for the address that we connect to."""
+def client_context(config: AgentConfig, temp: str) -> Optional[ssl.SSLContext]:
+    """For a connection to the hub, which must have a certificate for its address."""
     return _context(ssl.PROTOCOL_TLS_CLIENT, temp) if config.get("tls") else None
 
 
-def make_authority(config: Json) -> None:
-    """The files that the client makes elsewhere: nobody has made the record of a script that is submitted by hand."""
+def make_authority(config: AgentConfig) -> None:
+    """Make the files of the authority for a script that a user submitted without the client."""
     directory = shared_directory(config)
     os.makedirs(directory, mode=0o700, exist_ok=True)
     key = os.path.join(directory, AUTHORITY_KEY)
@@ -150,7 +152,7 @@ def _context(protocol: int, temp: str) -> ssl.SSLContext:
 
 
 def _names(ip: str) -> List[str]:
-    """What this node is called by those who connect to it."""
+    """The names of this node in its certificate."""
     host = socket.gethostname()
     hosts = [host, host.partition(".")[0]] if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.-]*", host) else []
     names = ["IP:" + ip.partition("%")[0], *LOCAL_NAMES, *("DNS:" + name for name in hosts)]
@@ -164,8 +166,8 @@ def _issue_member(directory: str, key: str, names: List[str]) -> str:
 
 
 def _issue(key: str, authority_key: str, subject: str, names: List[str], signer: List[str]) -> str:
-    """A certificate of this key, signed by the authority's."""
-    # `openssl ca`, since older `openssl x509` can give a certificate no other start than now
+    """A certificate of this key, signed by the authority's key."""
+    # `openssl ca`: older versions of `openssl x509` cannot set the start of validity
     with tempfile.TemporaryDirectory(prefix="tls-") as work:
         for name, text in (
             ("config", CONFIG % ",".join(names)),
@@ -175,23 +177,29 @@ def _issue(key: str, authority_key: str, subject: str, names: List[str], signer:
             files.write(os.path.join(work, name), text)
         _openssl(["req", "-new", "-config", "config", "-key", key, "-subj", subject, "-out", "request"], work)
         dates = ["-startdate", VALID[0], "-enddate", VALID[1]]
-        words = ["ca", "-batch", "-notext", "-config", "config", "-keyfile", authority_key, *signer, *dates]
-        _openssl([*words, "-in", "request", "-out", "certificate"], work)
+        argv = ["ca", "-batch", "-notext", "-config", "config", "-keyfile", authority_key, *signer, *dates]
+        _openssl([*argv, "-in", "request", "-out", "certificate"], work)
         with open(os.path.join(work, "certificate")) as stream:
             return stream.read()
 
 
-def _openssl(words: List[str], directory: str) -> str:
+def _openssl(arguments: List[str], directory: str) -> str:
     program, env = probe.openssl(), dict(os.environ)
     if program is None:
-        raise TlsError("there is no `openssl` program on this host, which TLS needs")
+        raise TlsError(
+            RefusalCause.OPENSSL_MISSING, "there is no `openssl` program on this host, which TLS needs"
+        )
     of_system = os.path.dirname(program) == probe.SYSTEM
     for name in ("OPENSSL_CONF", *(("LD_LIBRARY_PATH", "LD_PRELOAD") if of_system else ())):
-        env.pop(name, None)  # a module's libraries do not fit the system's program
-    code, out, err = _run([program, *words], directory, env)
+        env.pop(
+            name, None
+        )  # libraries of an environment module may be incompatible with the system's program
+    code, out, err = _run([program, *arguments], directory, env)
     if code:
         lines = [line.strip() for line in err.splitlines() if line.strip()]
-        raise TlsError("`openssl %s` failed (code %d): %s" % (words[0], code, " | ".join(lines[-2:])[-300:]))
+        text = " | ".join(lines[-2:])[-300:]
+        reason = "`openssl %s` failed (code %d): %s" % (arguments[0], code, text)
+        raise TlsError(RefusalCause.TLS_FAILED, reason)
     return out
 
 

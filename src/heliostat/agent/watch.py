@@ -1,7 +1,7 @@
-"""The watch on the head of a cluster whose machines a cloud makes: nobody else would ever end that head.
+"""`agent watch`: ends a cloud cluster from its head, which Ray's autoscaler never does.
 
-When nothing has happened for long enough, when the time is over, or when the command of a `run` has ended, it ends the workers
-and then its own machine, through the same provider that Ray's autoscaler uses.
+After the idle timeout, the time limit or the command of a `run`, it terminates the workers and then its own instance, through
+the node provider of Ray's autoscaler.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ import os
 import subprocess
 import sys
 import time
-from typing import Any, Dict, Optional
+from typing import Optional
 
-from .idle import Dashboard, IdleClock, activity, last_jobs
+from .idle import Dashboard, IdleClock, find_activity, list_jobs
+from .protocol import Answer, WatchConfig
 
-Json = Dict[str, Any]
-AGAIN_S = 30.0
+RETRY_S = 30.0
 READ_S = 15.0  # the autoscaler reads its file every five seconds
-# a dashboard that is silent for a while may be busy with somebody's work; one that is silent for longer has ended
+# a dashboard that does not answer may be busy; after this long it has ended
 SILENT_S = 900.0
-OVER = ("SUCCEEDED", "FAILED", "STOPPED")
+FINAL = ("SUCCEEDED", "FAILED", "STOPPED")
 
-# Ray's autoscaler would make the workers anew: told to keep none, it reads that within its few seconds
+# Ray's autoscaler would replace the workers, so it is first configured to keep none; it rereads its file
 END = """
 import json, os, sys, time
 from ray.autoscaler._private.providers import _get_node_provider
@@ -48,8 +48,8 @@ provider.terminate_nodes(heads)
 """
 
 
-def do_watch(config: Json) -> Json:
-    """Goes into the background, once: whoever starts Ray anew on this head finds it there already."""
+def do_watch(config: WatchConfig) -> Answer:
+    """Start the watch in the background, unless one runs already, as after a restart of Ray on this head."""
     home = os.path.join(os.path.expanduser("~"), config["home"])
     lock = os.open(os.path.join(home, "watch.lock"), os.O_WRONLY | os.O_CREAT, 0o600)
     try:
@@ -61,24 +61,24 @@ def do_watch(config: Json) -> Json:
     if child:
         os.close(lock)
         return {"ok": True, "pid": child}
-    os.setsid()  # the terminal that Ray's launcher has opened goes
+    os.setsid()  # the terminal of Ray's launcher closes
     log = os.open(os.path.join(home, "watch.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     null = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((null, 0), (log, 1), (log, 2)):
         os.dup2(source, target)
     try:
-        asyncio.run(Watch(config, home).live())
+        asyncio.run(Watch(config, home).run())
     finally:
         os._exit(0)
 
 
 class Watch:
-    def __init__(self, config: Json, home: str) -> None:
+    def __init__(self, config: WatchConfig, home: str) -> None:
         self.config, self.home = config, home
         self.clock = IdleClock(config.get("idle") or {}, os.path.join(home, "keepalive"))
         self.port, self.limit = int(config["dashboard"]), config.get("time_limit_s")
-        self.began = self.heard = time.monotonic()
-        self.looked = time.time()
+        self.began = self.answered_at = time.monotonic()
+        self.checked_at = time.time()
 
     def _read(self, name: str) -> str:
         try:
@@ -87,69 +87,68 @@ class Watch:
         except OSError:
             return ""
 
-    async def live(self) -> None:
-        _say("watching")
+    async def run(self) -> None:
+        _log("watching")
         while True:
-            reason = await self.why()
+            reason = await self.end_reason()
             if reason:
                 self.end(reason)
-            await asyncio.sleep(min(5.0, self.clock.every_s))
+            await asyncio.sleep(min(5.0, self.clock.interval_s))
 
-    async def why(self) -> Optional[str]:
-        """Why the cluster is to end now; None: it is not."""
+    async def end_reason(self) -> Optional[str]:
+        """Why the cluster must end now; None if it must not."""
         if self.limit and time.monotonic() - self.began > float(self.limit):
-            return "its time of %d s is over" % float(self.limit)
-        # a container of the person's may run Ray as another user
+            return "the time limit of %d s is reached" % float(self.limit)
+        # a container may run Ray as another user
         secret = self._read("token") if self.config.get("token") else ""
         dashboard = Dashboard(self.port, secret, owned=False)
-        job, since = self._read("job"), self.looked
+        job, since = self._read("job"), self.checked_at
         try:
-            if job and await self._over(job, dashboard):
-                return "its command has ended"
-            self.looked = time.time()
-            self.clock.note(await activity(dashboard, since) is not None)
-            self.heard = time.monotonic()
+            if job and await self._is_final(job, dashboard):
+                return "the command has ended"
+            self.checked_at = time.time()
+            self.clock.update(await find_activity(dashboard, since) is not None)
+            self.answered_at = time.monotonic()
         except (OSError, KeyError, TypeError, asyncio.TimeoutError):
-            # we do not know, so nobody's work is ended, for a while
-            self.clock.note(time.monotonic() - self.heard < SILENT_S, known=False)
-        if not self.clock.is_over():
+            # unknown: assume activity for a while
+            self.clock.update(time.monotonic() - self.answered_at < SILENT_S, known=False)
+        if not self.clock.is_expired():
             return None
         try:
-            if (
-                await activity(dashboard, since) is not None
-            ):  # look again: work may have begun while we looked
-                self.clock.note(True)
+            # check again: work may have started meanwhile
+            if await find_activity(dashboard, since) is not None:
+                self.clock.update(True)
                 return None
         except (OSError, KeyError, TypeError, asyncio.TimeoutError):
-            pass  # silent for longer than SILENT_S, or it has answered a moment ago
+            pass  # silent for longer than SILENT_S, or it has just answered
         return "idle for %d s" % self.clock.seconds()
 
-    async def _over(self, job: str, dashboard: Dashboard) -> bool:
-        return any(one["id"] == job and one["status"] in OVER for one in await last_jobs(dashboard))
+    async def _is_final(self, job: str, dashboard: Dashboard) -> bool:
+        return any(one["id"] == job and one["status"] in FINAL for one in await list_jobs(dashboard))
 
     def end(self, reason: str) -> None:
-        """Until it is done: then this machine is gone, and we with it."""
-        _say(reason)
-        python = rays_python()
+        """Terminate the cluster, with retries, until this instance ends."""
+        _log(reason)
+        python = find_ray_python()
         while True:
             done = subprocess.run([python, "-c", END, reason, str(READ_S)], stdin=subprocess.DEVNULL)
-            _say("told the cloud" if done.returncode == 0 else "could not tell the cloud: again in a while")
-            time.sleep(AGAIN_S)
+            _log("termination requested" if done.returncode == 0 else "termination failed; retrying")
+            time.sleep(RETRY_S)
 
 
-def rays_python(proc: str = "/proc") -> str:
-    """The Python that has Ray: that of its dashboard. Who wrote their own start commands may have put it anywhere."""
+def find_ray_python(proc: str = "/proc") -> str:
+    """The Python of Ray's dashboard process: custom start commands may use any environment."""
     for name in os.listdir(proc) if os.path.isdir(proc) else ():
         try:
             with open(os.path.join(proc, name, "cmdline"), "rb") as stream:
-                words = stream.read().decode(errors="replace").split("\0")
+                argv = stream.read().decode(errors="replace").split("\0")
         except OSError:
             continue
-        if any(word.endswith("/ray/dashboard/dashboard.py") for word in words):
-            return words[0]
+        if any(argument.endswith("/ray/dashboard/dashboard.py") for argument in argv):
+            return argv[0]
     return sys.executable
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     sys.stderr.write(json.dumps({"at": time.time(), "event": text}) + "\n")
     sys.stderr.flush()

@@ -104,8 +104,8 @@ def job_config(request: LaunchRequest, others: Sequence[str], rank: str) -> tupl
         "role": "worker",
         "resources": common,
         "members": members,
-        "others": list(others) if len(request.members) > 1 else None,
-        "rank": rank,
+        "launch_command": list(others) if len(request.members) > 1 else None,
+        "rank_variable": rank,
     }
     return suffix, json.dumps(config)
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from heliostat.agent.protocol import RefusalCause
 from heliostat.cluster import planner
 from heliostat.cluster.access import Access
 from heliostat.common.errors import HeliostatError, Interrupted, PartialFailure, UsageError
@@ -323,25 +324,30 @@ def _run(target: Target, sent: dict[str, bytes], timeout_s: float) -> dict[str, 
 def _outcome(target: Target, answer: dict[str, Any]) -> Outcome:
     if not answer["ok"]:
         reason = answer.get("reason") or answer.get("error") or "it gave no reason"
-        return Outcome(target.name, error=reason, hint=_hint(reason, target))
+        return Outcome(target.name, error=reason, hint=_hint(answer.get("cause"), reason, target))
     return Outcome(target.name, answer.get("python"), answer.get("ray"), answer["done"], answer.get("was"))
 
 
-def _hint(reason: str, target: Target) -> str:
-    """The command or setting that helps against a known reason."""
-    wanted = target.environment
-    known = {
-        "ensurepip": "there: apt install python3-venv, or install uv",
+HINTS: dict[str, str] = {
+    RefusalCause.VENV_MODULE_MISSING: "there: apt install python3-venv, or install uv",
+    RefusalCause.PACKAGE_NOT_FOUND: "a host without internet takes Ray from `environment: {wheels: DIRECTORY}`",
+    RefusalCause.RAY_MISSING_IN_IMAGE: "build the image on docker://rayproject/ray",
+    RefusalCause.RAY_MISSING: "name a `venv` in the file's environment: then it is made",
+    RefusalCause.RAY_VERSION_DIFFERS: "name a `venv` in the file's environment: then it is made",
+    RefusalCause.NOT_A_VENV: "name another directory: one that does not exist is made",
+}
+
+
+def _hint(cause: str | None, reason: str, target: Target) -> str:
+    """The hint for a refusal of the agent, by its code; without a code, for a shell error before the agent started."""
+    if cause:
+        return HINTS.get(cause, "")
+    shell_errors = {
         "conda: command not found": "load it by `environment.setup`, or name a `venv` in place of `conda`",
-        "EnvironmentNameNotFound": f"there: conda create -n {wanted.conda} python",
-        "No matching distribution found for ray": "a machine without internet takes Ray from `environment: {wheels: FOLDER}`",
-        "no Ray in the image": "build the image on docker://rayproject/ray",
-        "no Ray in": "name a `venv` in the file's environment: then it is made",
-        "is asked for": "name a `venv` in the file's environment: then it is made",
-        "is not a virtual environment": "name another folder: one that is not there is made",
+        "EnvironmentNameNotFound": f"there: conda create -n {target.environment.conda} python",
         "not found": "does it have Python? name it in the file: `ssh: {python: /path/to/python3}`",
     }
-    return next((hint for part, hint in known.items() if part in reason), "")
+    return next((hint for text, hint in shell_errors.items() if text in reason), "")
 
 
 # -- comparison of hosts

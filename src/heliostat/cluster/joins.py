@@ -101,7 +101,7 @@ class Joins:
                 member.model_copy(update={"name": f"{join_id}-{i}"})
                 for i, member in enumerate(worker_members(spec, spec.nodes), 1)
             ]
-            placed = {"id": join_id, "on": nodes[0].name, "with": [node.name for node in nodes]}
+            placed = {"id": join_id, "on": nodes[0].name, "nodes": [node.name for node in nodes]}
             work = {**command, **placed} if command else None
             request, plan = self._planner.plan(spec, nodes, record.id, work, record.launches)
             record = _record_join(folder, record, join_id, nodes, command)

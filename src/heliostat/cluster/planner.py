@@ -196,9 +196,9 @@ def agent_config(
             "offset": spec.network.port_offset,
             "client": spec.network.ray_client,
         },
-        "silent_s": spec.network.patience,
-        "orphan_s": spec.network.patience,
-        "speak_s": 3 * spec.network.patience,
+        "heartbeat_timeout_s": spec.network.patience,
+        "head_lost_timeout_s": spec.network.patience,
+        "first_heartbeat_timeout_s": 3 * spec.network.patience,
         "min_nodes": spec.min_nodes or count_members(spec),
         "command": command,
         "idle": {

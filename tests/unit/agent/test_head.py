@@ -21,34 +21,34 @@ def config(folder: Path, **more: Any) -> dict[str, Any]:
     return {**base, "command": None, **more}
 
 
-def test_enough_is_said_when_the_last_one_that_is_needed_is_ready(tmp_path: Path) -> None:
+def test_enough_ready_is_set_when_min_nodes_are_ready(tmp_path: Path) -> None:
     async def story() -> None:
         head = Head(config(tmp_path), str(tmp_path))
         for name in ("head", "w1", "w2"):
-            head.learn(name, {"state": "STARTING"})
-        head.learn("w1", {"state": "READY"})
+            head.update_node(name, {"state": "STARTING"})
+        head.update_node("w1", {"state": "READY"})
         for _ in range(5):  # beats count for nothing
-            head.heard("w1", {"state": "READY"})
-        head.learn("head", {"state": "READY"})
-        head.lost("w1")
-        head.learn("w2", {"state": "READY"})
-        assert not head.enough.is_set()
-        head.learn("w1", {"state": "READY"})
-        assert head.enough.is_set()
+            head.on_message("w1", {"state": "READY"})
+        head.update_node("head", {"state": "READY"})
+        head.on_node_lost("w1")
+        head.update_node("w2", {"state": "READY"})
+        assert not head.enough_ready.is_set()
+        head.update_node("w1", {"state": "READY"})
+        assert head.enough_ready.is_set()
 
     asyncio.run(story())
 
 
-def test_the_count_is_the_table_whatever_moves(tmp_path: Path) -> None:
+def test_ready_count_matches_the_table(tmp_path: Path) -> None:
     async def story() -> None:
         head, chance = Head(config(tmp_path), str(tmp_path)), random.Random(7)
         for _ in range(500):
             name = f"w{chance.randrange(8)}"
             if chance.random() < 0.2:
-                head.lost(name)
+                head.on_node_lost(name)
             else:
-                head.heard(name, {"state": chance.choice(["STARTING", "READY", "STOPPING", "GONE"])})
-            assert head.alive == sum(node["state"] == "READY" for node in head.nodes.values())
+                head.on_message(name, {"state": chance.choice(["STARTING", "READY", "STOPPING", "GONE"])})
+            assert head.ready_count == sum(node["state"] == "READY" for node in head.nodes.values())
 
     asyncio.run(story())
 
@@ -58,8 +58,8 @@ def test_the_state_file_is_one_line(tmp_path: Path) -> None:
 
     async def story() -> None:
         head = Head(config(tmp_path), str(tmp_path))
-        head.learn("w1", {"state": "READY"})
-        head.flush()
+        head.update_node("w1", {"state": "READY"})
+        head.write_state()
 
     asyncio.run(story())
     (line,) = (tmp_path / "state.json").read_text().splitlines()
@@ -67,7 +67,7 @@ def test_the_state_file_is_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("looks", "guest", "ends"),
+    ("looks", "joined", "ends"),
     [
         ([None, None], None, True),
         ([None, "job j1"], None, False),  # it began between the two looks
@@ -77,7 +77,7 @@ def test_the_state_file_is_one_line(tmp_path: Path) -> None:
     ],
 )
 def test_it_looks_again_before_it_ends_an_idle_cluster(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, looks: list[Any], guest: str | None, ends: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, looks: list[Any], joined: str | None, ends: bool
 ) -> None:
     answers = iter(looks)
 
@@ -90,12 +90,12 @@ def test_it_looks_again_before_it_ends_an_idle_cluster(
     async def story() -> str:
         head = Head(config(tmp_path, idle={"timeout_s": 0}), str(tmp_path))
         head.block = Block()
-        if guest:
-            head.learn("j1-1", {"state": "READY", "job": {"status": guest}})
-        await head.look_for_activity()
+        if joined:
+            head.update_node("j1-1", {"state": "READY", "job": {"status": joined}})
+        await head.check_idle()
         return head.stop_reason
 
-    monkeypatch.setattr(head_module, "activity", activity)
+    monkeypatch.setattr(head_module, "find_activity", activity)
     assert asyncio.run(story()).startswith("idle for ") is ends
 
 
@@ -104,17 +104,17 @@ def test_a_command_waits_for_queued_nodes_without_end(tmp_path: Path) -> None:
 
     async def story() -> None:
         head = Head(config(tmp_path, queued=["gpu-1", "gpu-2"], gather_s=600), str(tmp_path))
-        head.learn("head", {"state": "READY"})
+        head.update_node("head", {"state": "READY"})
         day_s = 86400.0
-        assert head.overdue(head.last_new + day_s) == ""
-        head.heard("gpu-1", {"state": "STARTING"})
-        assert head.overdue(head.last_new + day_s) == "", "gpu-2 is still queued"
-        head.heard("gpu-2", {"state": "STARTING"})
+        assert head.gather_timeout(head.last_new + day_s) == ""
+        head.on_message("gpu-1", {"state": "STARTING"})
+        assert head.gather_timeout(head.last_new + day_s) == "", "gpu-2 is still queued"
+        head.on_message("gpu-2", {"state": "STARTING"})
         came = head.last_new
-        head.heard("gpu-2", {"state": "STARTING"})
+        head.on_message("gpu-2", {"state": "STARTING"})
         assert head.last_new == came, "a node is new only once"
-        assert head.overdue(came + 599) == ""
-        assert head.overdue(came + 601) == "fewer than 3 nodes came within 600 s"
+        assert head.gather_timeout(came + 599) == ""
+        assert head.gather_timeout(came + 601) == "fewer than 3 nodes were ready within 600 s"
 
     asyncio.run(story())
 
@@ -122,7 +122,7 @@ def test_a_command_waits_for_queued_nodes_without_end(tmp_path: Path) -> None:
 def test_a_command_whose_nodes_are_in_one_allocation_does_not_wait_for_ever(tmp_path: Path) -> None:
     async def story() -> None:
         head = Head(config(tmp_path, gather_s=600), str(tmp_path))
-        head.learn("head", {"state": "READY"})
-        assert head.overdue(head.last_new + 601)
+        head.update_node("head", {"state": "READY"})
+        assert head.gather_timeout(head.last_new + 601)
 
     asyncio.run(story())

@@ -22,11 +22,14 @@ SECRET, PATIENCE_S = "s" * 32, 60.0
 class Head:
     """A hub that remembers what it was told."""
 
-    def __init__(self, secret: str = SECRET, silent_s: float = hub.SILENT_S) -> None:
+    def __init__(self, secret: str = SECRET, heartbeat_timeout_s: float = hub.HEARTBEAT_TIMEOUT_S) -> None:
         self.heard: list[tuple[str, dict[str, Any]]] = []
         self.lost: list[str] = []
         self.hub = hub.Hub(
-            secret, lambda node, message: self.heard.append((node, message)), self.lost.append, silent_s
+            secret,
+            lambda node, message: self.heard.append((node, message)),
+            self.lost.append,
+            heartbeat_timeout_s,
         )
 
     async def start(self, port: int = 0) -> dict[str, Any]:
@@ -43,10 +46,10 @@ class Worker:
         self, place: dict[str, Any] | None, name: str = "w1", secret: str = SECRET, **more: Any
     ) -> None:
         self.place, self.state, self.told = place, "STARTING", []
-        self.link = hub.Link(
+        self.client = hub.HubClient(
             secret, name, lambda: self.place, lambda: {"state": self.state}, self.hear, **more
         )
-        self.task = asyncio.ensure_future(self.link.run())
+        self.task = asyncio.ensure_future(self.client.run())
 
     async def hear(self, message: dict[str, Any]) -> None:
         if message:
@@ -80,11 +83,11 @@ def test_a_worker_says_its_state_and_hears_to_stop() -> None:
         one, two = Worker(place := await head.start()), Worker(place, "w2")
         await until(lambda: head.states("w1") and head.states("w2"), "both speak")
         one.state = "READY"
-        one.link.say()
+        one.client.send_report()
         await until(lambda: head.states("w1") == ["STARTING", "READY"], "a change is told at once")
-        head.hub.tell({"do": "stop", "reason": "x"}, "w2")
+        head.hub.send({"do": "stop", "reason": "x"}, "w2")
         await until(lambda: two.told, "one is told")
-        head.hub.tell({"do": "stop", "reason": "all"})
+        head.hub.send({"do": "stop", "reason": "all"})
         await until(lambda: one.told and len(two.told) == 2, "all are told")
         assert one.told == [{"do": "stop", "reason": "all"}] and two.told[0]["reason"] == "x"
         assert head.lost == []
@@ -96,8 +99,8 @@ def test_before_anybody_knows_the_head() -> None:
     async def story() -> None:
         worker, head = Worker(None), Head()
         await asyncio.sleep(0)
-        worker.link.say()  # to nobody
-        assert worker.link.writer is None
+        worker.client.send_report()  # to nobody
+        assert worker.client.writer is None
         worker.place = await head.start()
         await until(lambda: head.states("w1"), "it finds the head")
 
@@ -118,7 +121,7 @@ def test_a_worker_with_another_secret_is_not_heard(secret: str) -> None:
         hub.send(writer, {"state": "READY"})
         assert await asyncio.wait_for(reader.read(), PATIENCE_S) == b"", "it is hung up on, without a word"
         writer.close()
-        assert not stranger.link.writer and {name for name, _ in head.heard} == {"w1"} and head.lost == []
+        assert not stranger.client.writer and {name for name, _ in head.heard} == {"w1"} and head.lost == []
 
     run(story)
 
@@ -227,8 +230,8 @@ def test_whatever_strangers_send(conversations: list[list[bytes]]) -> None:
         place = await head.start()
         worker = Worker(place)
         await asyncio.gather(*(stranger(place, lines) for lines in conversations))
-        await until(lambda: head.states("w1") and worker.link.writer, "the worker is there")
-        await until(lambda: not head.hub.waiting.open, "the strangers are gone")
+        await until(lambda: head.states("w1") and worker.client.writer, "the worker is there")
+        await until(lambda: not head.hub.unproved.open, "the strangers are gone")
         assert {name for name, _ in head.heard} == {"w1"} and head.lost == []
 
     with contextlib.redirect_stderr(io.StringIO()) as log:
@@ -242,24 +245,24 @@ def test_those_without_a_proof_make_room_for_new_ones() -> None:
     async def story() -> None:
         head = Head()
         place = await head.start()
-        head.hub.waiting.total, head.hub.waiting.per_address = 10, 6
+        head.hub.unproved.total, head.hub.unproved.per_address = 10, 6
         silent = [
             await asyncio.open_connection(
                 "127.0.0.1", place["hub"], local_addr=(f"127.0.0.{2 + number % 4}", 0)
             )
             for number in range(40)
         ]
-        await until(lambda: len(head.hub.waiting.open) <= 10, "the oldest are closed")
+        await until(lambda: len(head.hub.unproved.open) <= 10, "the oldest are closed")
         worker = Worker(place)
-        await until(lambda: head.states("w1") and worker.link.writer, "the worker is let in")
+        await until(lambda: head.states("w1") and worker.client.writer, "the worker is let in")
         silent += [await asyncio.open_connection("127.0.0.1", place["hub"]) for _ in range(40)]
         await until(
-            lambda: list(head.hub.waiting.open.values()).count("127.0.0.1") <= 6, "of one address too"
+            lambda: list(head.hub.unproved.open.values()).count("127.0.0.1") <= 6, "of one address too"
         )
         worker.state = "READY"
-        worker.link.say()
+        worker.client.send_report()
         await until(lambda: head.states("w1")[-1] == "READY", "the worker has its place")
-        assert head.lost == [] and head.hub.waiting.refused >= 60
+        assert head.lost == [] and head.hub.unproved.refused >= 60
         for _, writer in silent:
             writer.close()
 
@@ -272,7 +275,7 @@ def test_a_worker_that_hangs_up_is_lost_and_comes_back() -> None:
         worker = Worker(await head.start())
         await until(lambda: head.states("w1"), "it speaks")
         before = len(head.heard)
-        worker.link.writer.close()
+        worker.client.writer.close()
         await until(lambda: head.lost == ["w1"], "it is lost")
         await until(lambda: len(head.heard) > before, "it comes back")
         assert head.lost == ["w1"] and set(head.hub.writers) == {"w1"}
@@ -282,20 +285,22 @@ def test_a_worker_that_hangs_up_is_lost_and_comes_back() -> None:
 
 def test_a_worker_that_is_silent_is_lost() -> None:
     async def story() -> None:
-        head = Head(silent_s=0.3)
-        worker = Worker(await head.start(), silent_s=600)  # says one word, and the next far too late
+        head = Head(heartbeat_timeout_s=0.3)
+        worker = Worker(
+            await head.start(), heartbeat_timeout_s=600
+        )  # says one word, and the next far too late
         await until(lambda: head.lost, "it is lost")
-        assert head.states("w1")[0] == "STARTING" and worker.link is not None
+        assert head.states("w1")[0] == "STARTING" and worker.client is not None
 
     run(story)
 
 
 def test_one_that_beats_is_not_lost() -> None:
     async def story() -> None:
-        head = Head(silent_s=PATIENCE_S)
-        worker = Worker(await head.start(), silent_s=0.6)
+        head = Head(heartbeat_timeout_s=PATIENCE_S)
+        worker = Worker(await head.start(), heartbeat_timeout_s=0.6)
         await until(lambda: len(head.states("w1")) > 5, "it beats")
-        assert head.lost == [] and worker.link.heard > 0
+        assert head.lost == [] and worker.client.last_contact > 0
 
     run(story)
 
@@ -319,8 +324,8 @@ def test_a_second_connection_of_the_same_name_takes_the_place_of_the_first() -> 
         await until(lambda: head.states("w1"), "the first speaks")
         first.task.cancel()
         second = Worker(place)
-        await until(lambda: second.link.writer, "the second is let in")
-        head.hub.tell({"do": "stop"})
+        await until(lambda: second.client.writer, "the second is let in")
+        head.hub.send({"do": "stop"})
         await until(lambda: second.told, "it is the one that is told")
         assert first.told == []
 
@@ -331,14 +336,14 @@ def test_the_end_waits_for_those_who_leave() -> None:
     async def story() -> None:
         head = Head()
         worker = Worker(await head.start())
-        await until(lambda: head.states("w1") and worker.link.writer, "it is there")
+        await until(lambda: head.states("w1") and worker.client.writer, "it is there")
         closing = asyncio.ensure_future(head.hub.close(PATIENCE_S))
         await asyncio.sleep(0)
         assert not closing.done()
         # the wait_for of Python 3.11 may swallow a cancel: it must not come back
-        worker.link.find = lambda: None
+        worker.client.find = lambda: None
         worker.task.cancel()
-        worker.link.writer.close()
+        worker.client.writer.close()
         await closing
 
     run(story)
@@ -352,9 +357,9 @@ def test_two_hundred_links() -> None:
         await until(lambda: len({name for name, _ in head.heard}) == 200, "all speak")
         for worker in workers:
             worker.state = "READY"
-            worker.link.say()
+            worker.client.send_report()
         await until(lambda: all(head.states(f"w{i}")[-1] == "READY" for i in range(200)), "all are ready")
-        head.hub.tell({"do": "stop", "reason": "over"})
+        head.hub.send({"do": "stop", "reason": "over"})
         await until(lambda: all(worker.told for worker in workers), "all are told")
         assert head.lost == []
 
@@ -362,7 +367,7 @@ def test_two_hundred_links() -> None:
 
 
 def test_more_links_than_files_may_usually_be_open() -> None:
-    """Both ends are here: two files a link."""
+    """Both ends are here: two files a client."""
 
     async def story() -> None:
         head = Head()

@@ -102,14 +102,14 @@ def test_what_counts_as_activity(ray: tuple[int, dict[str, Any]], name: str) -> 
     port, answers = ray
     change, expected = ACTIVITY[name]
     answers.update(change)
-    assert asyncio.run(idle.activity(idle.Dashboard(port, "t0ken"))) == expected
+    assert asyncio.run(idle.find_activity(idle.Dashboard(port, "t0ken"))) == expected
 
 
 def test_what_began_and_ended_between_two_looks_counts(ray: tuple[int, dict[str, Any]]) -> None:
     port, answers = ray
     answers["/api/jobs/"] = [job("SUCCEEDED", end_time=50_000)]
-    assert asyncio.run(idle.activity(idle.Dashboard(port, "t0ken"), 49.0)) == "job j1"
-    assert asyncio.run(idle.activity(idle.Dashboard(port, "t0ken"), 51.0)) is None
+    assert asyncio.run(idle.find_activity(idle.Dashboard(port, "t0ken"), 49.0)) == "job j1"
+    assert asyncio.run(idle.find_activity(idle.Dashboard(port, "t0ken"), 51.0)) is None
 
 
 @pytest.mark.parametrize("path", QUIET)
@@ -120,13 +120,13 @@ def test_a_head_that_does_not_know_is_not_idle(
     port, answers = ray
     answers[path] = answer
     with pytest.raises(OSError):
-        asyncio.run(idle.activity(idle.Dashboard(port, "t0ken")))
+        asyncio.run(idle.find_activity(idle.Dashboard(port, "t0ken")))
 
 
 def test_a_head_that_does_not_let_us_in_or_is_gone(ray: tuple[int, dict[str, Any]]) -> None:
     for port, token in ((ray[0], "wrong"), (1, "t0ken")):
         with pytest.raises(OSError):
-            asyncio.run(idle.activity(idle.Dashboard(port, token)))
+            asyncio.run(idle.find_activity(idle.Dashboard(port, token)))
 
 
 # -- the clock
@@ -149,31 +149,31 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def test_the_time_is_over(clock: Clock, tmp_path: Path) -> None:
     watch = idle.IdleClock({"timeout_s": 60}, str(tmp_path / "keepalive"))
     clock.now += 59
-    watch.note(False)
-    assert not watch.is_over() and watch.seconds() == 59
+    watch.update(False)
+    assert not watch.is_expired() and watch.seconds() == 59
     clock.now += 1
-    assert watch.is_over()
-    watch.note(True)
-    assert not watch.is_over() and watch.seconds() == 0
+    assert watch.is_expired()
+    watch.update(True)
+    assert not watch.is_expired() and watch.seconds() == 0
 
 
 def test_what_the_last_look_found_goes_on_until_the_next_look(clock: Clock, tmp_path: Path) -> None:
     """`status` said "idle for 30s" while two jobs ran."""
     watch = idle.IdleClock({"timeout_s": 25}, str(tmp_path / "keepalive"))
-    watch.note(True)
+    watch.update(True)
     clock.now += 29
-    assert watch.seconds() == 0 and not watch.is_over()
-    watch.note(False)
-    assert watch.seconds() == 0 and not watch.is_over(), "it may have ended a moment ago"
+    assert watch.seconds() == 0 and not watch.is_expired()
+    watch.update(False)
+    assert watch.seconds() == 0 and not watch.is_expired(), "it may have ended a moment ago"
     clock.now += 25
-    watch.note(False)
-    assert watch.seconds() == 25 and watch.is_over()
+    watch.update(False)
+    assert watch.seconds() == 25 and watch.is_expired()
 
 
 def test_without_a_timeout_it_is_never_over(clock: Clock, tmp_path: Path) -> None:
     watch = idle.IdleClock({}, str(tmp_path / "keepalive"))
     clock.now += 1e9
-    assert not watch.is_over() and watch.seconds() == 1e9
+    assert not watch.is_expired() and watch.seconds() == 1e9
 
 
 @pytest.mark.parametrize(
@@ -191,9 +191,9 @@ def test_only_at_this_time_of_day(
     watch = idle.IdleClock({"timeout_s": 60, "window": window}, str(tmp_path / "keepalive"))
     clock.now += 100
     for clock.day in inside:
-        assert watch.is_over(), clock.day
+        assert watch.is_expired(), clock.day
     for clock.day in outside:
-        assert not watch.is_over(), clock.day
+        assert not watch.is_expired(), clock.day
 
 
 def test_touching_the_file_keeps_it_alive(clock: Clock, tmp_path: Path) -> None:
@@ -201,24 +201,24 @@ def test_touching_the_file_keeps_it_alive(clock: Clock, tmp_path: Path) -> None:
     watch = idle.IdleClock({"timeout_s": 60}, str(path))
     clock.now += 100
     path.touch()
-    watch.note(False)
-    assert not watch.is_over()
+    watch.update(False)
+    assert not watch.is_expired()
     clock.now += 100
-    watch.note(False)
-    assert watch.is_over(), "once is once"
+    watch.update(False)
+    assert watch.is_expired(), "once is once"
     os.utime(path, ns=(1, 1))  # the clock of a file server may be anywhere
-    watch.note(False)
-    assert not watch.is_over()
+    watch.update(False)
+    assert not watch.is_expired()
 
 
 def test_a_file_that_was_there_before_counts_only_when_it_changes(clock: Clock, tmp_path: Path) -> None:
     (tmp_path / "keepalive").touch()
     watch = idle.IdleClock({"timeout_s": 60}, str(tmp_path / "keepalive"))
     clock.now += 100
-    watch.note(False)
-    assert watch.is_over()
+    watch.update(False)
+    assert watch.is_expired()
 
 
 @pytest.mark.parametrize(("timeout", "every"), [(None, 30.0), (1, 0.5), (60, 10.0), (3600, 15.0)])
 def test_how_often_it_looks(tmp_path: Path, timeout: int | None, every: float) -> None:
-    assert idle.IdleClock({"timeout_s": timeout}, str(tmp_path / "k")).every_s == every
+    assert idle.IdleClock({"timeout_s": timeout}, str(tmp_path / "k")).interval_s == every

@@ -47,9 +47,9 @@ def test_the_archive_is_the_same_every_time_and_small() -> None:
 @pytest.mark.parametrize(
     ("words", "given", "says"),
     [
-        ([], b"{}", "say one of: probe, node, stop"),
-        (["dance"], b"{}", "say one of: probe, node, stop"),
-        (["node", "extra"], b"{}", "say one of: probe, node, stop"),
+        ([], b"{}", "usage: one of the subcommands probe, node, stop"),
+        (["dance"], b"{}", "usage: one of the subcommands probe, node, stop"),
+        (["node", "extra"], b"{}", "usage: one of the subcommands probe, node, stop"),
         (["node"], b"", "nothing on standard input"),
         (["node"], b" \n ", "nothing on standard input"),
         (["stop"], b"", "nothing on standard input"),

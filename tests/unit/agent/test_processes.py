@@ -15,9 +15,9 @@ from heliostat.agent import processes
 
 pytestmark = pytest.mark.needs_linux
 SLEEP = "import time; time.sleep(600)"
-# A keeper that adopts orphans. It starts a child, which starts a grandchild as a daemon does: in a session of its own, its
-# parent gone. The grandchild may have another environment. The keeper says the pids, and waits.
-KEEPER = """
+# A supervisor that adopts orphans. It starts a child, which starts a grandchild as a daemon does: in a session of its own, its
+# parent gone. The grandchild may have another environment. The supervisor says the pids, and waits.
+SUPERVISOR = """
 import os, subprocess, sys, time
 from heliostat.agent import processes
 processes.adopt_orphans()
@@ -68,18 +68,18 @@ def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
 def test_a_daemon_that_left_its_family_is_ended(
     start: Callable[..., subprocess.Popen[str]], kind: str
 ) -> None:
-    """One that dropped its environment is found as an adopted child; one whose keeper is gone, by its mark."""
+    """One that dropped its environment is found as an adopted child; one whose supervisor is gone, by its mark."""
     mark = f"test-{os.getpid()}-{kind}"
-    keeper = start(KEEPER, kind, mark=mark)
-    assert keeper.stdout
-    daemon = int(keeper.stdout.readline())
-    assert os.getsid(daemon) != os.getsid(keeper.pid)
+    supervisor = start(SUPERVISOR, kind, mark=mark)
+    assert supervisor.stdout
+    daemon = int(supervisor.stdout.readline())
+    assert os.getsid(daemon) != os.getsid(supervisor.pid)
     assert (daemon in processes.marked(mark)) == (kind == "marked")
     if kind == "marked":
-        keeper.kill()
-        keeper.wait()
-        assert processes.family([keeper.pid]) == []
-    assert processes.end_all([keeper.pid], mark, 60) == []
+        supervisor.kill()
+        supervisor.wait()
+        assert processes.family([supervisor.pid]) == []
+    assert processes.end_all([supervisor.pid], mark, 60) == []
     until(lambda: processes.start_time(daemon) is None, "the daemon ends")
     assert processes.marked(mark) == []
 
@@ -98,7 +98,7 @@ def test_others_are_left_alone(start: Callable[..., subprocess.Popen[str]]) -> N
     other, spared, mine = (start(SLEEP, mark=f"test-{os.getpid()}-{x}") for x in ("other", "mine", "mine"))
     mark = f"test-{os.getpid()}-mine"
     until(lambda: len(processes.marked(mark)) == 2, "both run")
-    assert processes.end_all([], mark, 60, but=[spared.pid]) == []
+    assert processes.end_all([], mark, 60, exclude=[spared.pid]) == []
     # whether Popen or `end_all` reaps it first is open, so its code says nothing
     assert processes.start_time(mine.pid) is None and other.poll() is None and spared.poll() is None
 

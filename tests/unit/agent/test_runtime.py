@@ -15,7 +15,8 @@ import pytest
 
 from heliostat.agent import probe, runtime
 from heliostat.agent.command import Command
-from heliostat.agent.runtime import Container, Own, Refused, Staged
+from heliostat.agent.protocol import Refused
+from heliostat.agent.runtime import ContainerRuntime, HostRuntime, StagedRuntime
 
 STANDINS = Path(__file__).parents[2] / "standins"
 PYTHON = Path(sys.executable).parent
@@ -43,18 +44,20 @@ def temp(tmp: Path) -> str:
     return str(tmp / "hs-1")
 
 
-def container(tmp: Path, monkeypatch: pytest.MonkeyPatch | None = None, **more: Any) -> Container:
+def container(tmp: Path, monkeypatch: pytest.MonkeyPatch | None = None, **more: Any) -> ContainerRuntime:
     image = tmp / "x.sif"
     image.write_text(f"PATH={PYTHON}:/usr/bin:/bin\nSEEN={sys.prefix}:{sys.base_prefix}\n")
     if monkeypatch:
         monkeypatch.setenv("PATH", f"{STANDINS}:{os.environ['PATH']}")
     wanted = {"image": str(image), "binds": [], "options": [], **more.pop("container", {})}
     made = runtime.make(config(tmp, container=wanted, **more), temp(tmp))
-    assert isinstance(made, Container)
+    assert isinstance(made, ContainerRuntime)
     return made
 
 
-def run(made: Own, argv: list[str], env: dict[str, str], cwd: str = "/") -> subprocess.CompletedProcess[str]:
+def run(
+    made: HostRuntime, argv: list[str], env: dict[str, str], cwd: str = "/"
+) -> subprocess.CompletedProcess[str]:
     words, env = made.wrap(argv, {**os.environ, **made.client_environment(), **env}, cwd)
     return subprocess.run(words, env=env, cwd="/", capture_output=True, text=True, timeout=60)
 
@@ -104,7 +107,7 @@ def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_what_ray_needs_arrives_inside(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str]
 ) -> None:
-    monkeypatch.setenv("HELIOSTAT_NODE", "m1")  # as the keeper has it
+    monkeypatch.setenv("HELIOSTAT_NODE", "m1")  # as the supervisor has it
     made = container(tmp_path, monkeypatch, container={"options": options})
     asyncio.run(made.prepare())
     work = tmp_path / "a work"
@@ -162,7 +165,7 @@ def test_the_version_is_asked_inside(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert found["ray"] == probe.ray_version() and found["python"].startswith("3.")
 
 
-def refused(made: Own) -> str:
+def refused(made: HostRuntime) -> str:
     async def look() -> None:
         await made.prepare()
         await made.versions()
@@ -202,7 +205,7 @@ def test_singularity_has_its_own_prefix(tmp_path: Path, monkeypatch: pytest.Monk
     assert words[0] == str(place / "singularity") and env["SINGULARITYENV_A"] == "b"
 
 
-def test_a_command_inside_is_told_once_and_its_code_comes_out(
+def test_a_command_in_a_container_gets_one_signal_and_its_exit_code_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The signal goes to apptainer alone, which passes it on; the kill goes to all."""
@@ -223,7 +226,7 @@ def test_a_command_inside_is_told_once_and_its_code_comes_out(
         over = asyncio.ensure_future(command.run("1.2.3.4:5"))
         while not over.done() and not (out.exists() and out.read_text()):
             await asyncio.sleep(0.02)
-        await command.end(20, asyncio.Event())
+        await command.stop(20, asyncio.Event())
         assert command.job["status"] == "STOPPED"
         return await over
 
@@ -248,7 +251,7 @@ def archive(tmp: Path, shebang: str) -> Path:
     return path
 
 
-def staged(tmp: Path, shebang: str = "#!/old/venv/bin/python3\nprint(1)\n", **more: Any) -> Staged:
+def staged(tmp: Path, shebang: str = "#!/old/venv/bin/python3\nprint(1)\n", **more: Any) -> StagedRuntime:
     stage = {
         "archive": str(archive(tmp, shebang)),
         "venv": "/old/venv",
@@ -256,7 +259,7 @@ def staged(tmp: Path, shebang: str = "#!/old/venv/bin/python3\nprint(1)\n", **mo
         "room": 1,
     }
     made = runtime.make(config(tmp, stage={**stage, **more.pop("stage", {})}, **more), temp(tmp))
-    assert isinstance(made, Staged)
+    assert isinstance(made, StagedRuntime)
     return made
 
 
@@ -315,10 +318,10 @@ def test_without_the_copy_the_shared_archive_is_read(tmp_path: Path) -> None:
 def test_the_first_node_broadcasts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     made = staged(tmp_path, broadcast={"copy": ["cp"], "remove": ["rm", "-f"]})
-    asyncio.run(made.share())
+    asyncio.run(made.broadcast())
     copy = Path(made.stage["copy"])
     assert copy.parent == tmp_path and copy.exists() and made.config["stage"]["copy"] == str(copy)
-    asyncio.run(made.unshare())
+    asyncio.run(made.remove_broadcast())
     assert not copy.exists()
 
 
@@ -328,7 +331,7 @@ def test_where_it_cannot_be_broadcast_every_node_reads_it(
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     made = staged(tmp_path, broadcast={"copy": copy, "remove": ["rm", "-f"]})
-    asyncio.run(made.share())
+    asyncio.run(made.broadcast())
     assert "copy" not in made.stage and not list(tmp_path.glob("hs-*.tar"))
 
 

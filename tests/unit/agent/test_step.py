@@ -1,4 +1,4 @@
-"""The Slurm step of an agent: who its slurmstepd is, and what goes first when the keeper is killed."""
+"""The Slurm step of an agent: who its slurmstepd is, and what goes first when the supervisor is killed."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 
 from heliostat.agent import step, tempdirs
 from heliostat.agent.node import Node
+from heliostat.agent.protocol import StopReason
 
 # a parent that starts a task, says its pid, and ends when it is told to; the task goes on
 DAEMON = """
@@ -46,19 +47,19 @@ def test_a_task_that_has_ended_tells_nothing_of_its_step() -> None:
     assert not step.is_gone(task.pid, os.getpid())
 
 
-def test_the_secrets_go_first_when_the_keeper_is_killed(tmp_path: Path) -> None:
+def test_the_secrets_go_first_when_the_supervisor_is_killed(tmp_path: Path) -> None:
     """slurmstepd kills the agent too, in the same moment."""
     for name in tempdirs.SECRETS:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("secret")
     (tmp_path / "log").write_text("kept until later")
 
-    async def main(daemon: int | None, keeper: int) -> None:
+    async def main(daemon: int | None, supervisor: int) -> None:
         node = Node.__new__(Node)
-        node.config, node.temp, node.keeper = {"slurmstepd": daemon}, str(tmp_path), keeper
-        node.stopping, node.at_once, node.stop_reason = asyncio.Event(), asyncio.Event(), ""
-        node.told_at = node.continued_at = float("-inf")
-        node.stop("told to stop")
+        node.config, node.temp, node.supervisor = {"slurmstepd": daemon}, str(tmp_path), supervisor
+        node.stopping, node.stop_now, node.stop_reason = asyncio.Event(), asyncio.Event(), ""
+        node.stop_requested_at = node.sigcont_at = float("-inf")
+        node.stop(StopReason.REQUESTED, "stop requested")
 
     def left() -> list[str]:
         return sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())

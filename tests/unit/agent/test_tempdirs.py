@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from heliostat.agent import tempdirs
+from heliostat.agent.protocol import Refused
 
 MARK = f"tempdirs-{os.getpid()}"
 PACKAGE = str(Path(tempdirs.__file__).parents[1])
@@ -68,7 +69,7 @@ def test_nowhere_to_put_it(monkeypatch: pytest.MonkeyPatch) -> None:
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(tempdirs.os, "mkdir", refuse)
-    with pytest.raises(OSError, match="no folder for temporary files"):
+    with pytest.raises(Refused, match="no directory for temporary files"):
         tempdirs.make(MARK)
 
 
@@ -226,7 +227,7 @@ def test_nothing_else_is_followed_or_waited_for(parent: Path, tmp_path: Path) ->
 
 def test_a_directory_that_others_can_write_to_is_refused(parent: Path) -> None:
     parent.chmod(0o777)
-    with pytest.raises(OSError, match=r"is not safe: .* can be changed by everybody"):
+    with pytest.raises(Refused, match=r"is not safe: .* can be changed by everybody"):
         tempdirs.make(MARK)
     left = parent / "hs-12345678"
     left.mkdir()

@@ -43,7 +43,7 @@ def made(home: Path, **more: Any) -> watch.Watch:
 
 
 def why(one: watch.Watch) -> str | None:
-    return asyncio.run(one.why())
+    return asyncio.run(one.end_reason())
 
 
 @pytest.fixture
@@ -57,11 +57,11 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
             raise said["busy"]
         return str(said["busy"]) if said["busy"] else None
 
-    async def last_jobs(dashboard: Dashboard) -> list[dict[str, Any]]:
+    async def list_jobs(dashboard: Dashboard) -> list[dict[str, Any]]:
         return list(said["jobs"])
 
-    monkeypatch.setattr(watch, "activity", activity)
-    monkeypatch.setattr(watch, "last_jobs", last_jobs)
+    monkeypatch.setattr(watch, "find_activity", activity)
+    monkeypatch.setattr(watch, "list_jobs", list_jobs)
     return said
 
 
@@ -86,7 +86,7 @@ def test_it_looks_again_before_it_ends_an_idle_cluster(
     async def activity(*_: object) -> str | None:
         return next(answers)
 
-    monkeypatch.setattr(watch, "activity", activity)
+    monkeypatch.setattr(watch, "find_activity", activity)
     one = made(tmp_path, idle={"timeout_s": 60})
     one.clock.since -= 61
     assert why(one) is None, "a job began between the two looks"
@@ -111,7 +111,7 @@ def test_silence_is_no_idleness_for_a_while(tmp_path: Path, cluster: dict[str, A
     cluster["busy"] = OSError("refused")
     one.clock.since -= 61
     assert why(one) is None
-    one.heard -= watch.SILENT_S
+    one.answered_at -= watch.SILENT_S
     one.clock.since -= 61
     assert why(one) == "idle for 61 s"
 
@@ -121,7 +121,7 @@ def test_the_time_is_over(tmp_path: Path, cluster: dict[str, Any]) -> None:
     cluster["busy"] = "job 1"
     assert why(one) is None
     one.began -= 101
-    assert why(one) == "its time of 100 s is over"
+    assert why(one) == "the time limit of 100 s is reached"
 
 
 def test_after_the_command_of_a_run(tmp_path: Path, cluster: dict[str, Any]) -> None:
@@ -130,7 +130,7 @@ def test_after_the_command_of_a_run(tmp_path: Path, cluster: dict[str, Any]) -> 
     cluster["jobs"] = [{"id": "other", "status": "FAILED"}, {"id": "run", "status": "RUNNING"}]
     assert why(one) is None
     cluster["jobs"][1]["status"] = "FAILED"
-    assert why(one) == "its command has ended"
+    assert why(one) == "the command has ended"
 
 
 def test_the_end_in_its_order(tmp_path: Path) -> None:
@@ -169,8 +169,8 @@ def test_the_python_that_has_ray(tmp_path: Path) -> None:
     }.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "cmdline").write_text(words)
-    assert watch.rays_python(str(tmp_path)) == "/opt/py"
-    assert watch.rays_python(str(tmp_path / "nothing")) == sys.executable
+    assert watch.find_ray_python(str(tmp_path)) == "/opt/py"
+    assert watch.find_ray_python(str(tmp_path / "nothing")) == sys.executable
 
 
 def test_it_goes_into_the_background_once(tmp_path: Path) -> None:

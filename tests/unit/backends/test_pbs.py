@@ -15,7 +15,7 @@ import click
 import pytest
 
 from heliostat import backends
-from heliostat.agent import others
+from heliostat.agent import worker_launch
 from heliostat.backends import batch
 from heliostat.backends.base import Handle, LaunchRequest, Observation, Plan
 from heliostat.backends.pbs import backend as pbs
@@ -487,7 +487,7 @@ def test_time() -> None:
 )  # fmt: skip
 def test_the_agent_keeps_the_time(values: dict[str, Any], grace: int) -> None:
     said = agents(**values)
-    assert (said["grace_s"], said["margin_s"], said["own_clock"]) == (grace, batch.MARGIN_S, False)
+    assert (said["grace_s"], said["margin_s"], said["enforce_time_limit"]) == (grace, batch.MARGIN_S, False)
     assert said["time_limit_s"] == pbs_qstat.seconds(resources(**values)["walltime"])
     lines = script(environment={"setup": ["module load cuda"]}).splitlines()
     assert lines.index(pbs.BEGAN) < lines.index("module load cuda"), "walltime runs while modules are loaded"
@@ -650,9 +650,9 @@ def test_one_command_a_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("NASTY", 'it\'s "x" $HOME\nnext')
     monkeypatch.setenv("BASH_FUNC_module%%", "() { :; }")
     members = [{"node": name} for name in ("head", "w1", "w2", "w3")]
-    told = {"hosts": "PBS_NODEFILE", "folder": str(tmp_path), "members": members, "rank": "HELIOSTAT_RANK", "umask": 0o27,
-            "others": ["/nowhere/true", "-n", "{line}", "--"]}  # fmt: skip
-    commands, made = others.prepare(told, {"whole": 1}, "head")
+    told = {"hosts_variable": "PBS_NODEFILE", "folder": str(tmp_path), "members": members, "rank_variable": "HELIOSTAT_RANK", "umask": 0o27,
+            "launch_command": ["/nowhere/true", "-n", "{line}", "--"]}  # fmt: skip
+    commands, made = worker_launch.prepare(told, {"whole": 1}, "head")
     path = f"{tmp_path}/others-head.sh"
     assert [(name, host, words[1:]) for name, host, words in commands] == [
         ("w1", "n2", ["-n", "2", "--", "/bin/bash", path, "0", "w1"]),

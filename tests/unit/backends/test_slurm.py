@@ -291,7 +291,7 @@ def test_a_run_has_the_partitions_own_time_unless_told() -> None:
 )  # fmt: skip
 def test_the_work_is_told_before_the_end(values: dict[str, Any], grace: int) -> None:
     said = agents(**values)
-    assert said["grace_s"] == grace and said["own_clock"] is False
+    assert said["grace_s"] == grace and said["enforce_time_limit"] is False
     assert directives(**values)["--signal"] == f"B:USR1@{grace + batch.MARGIN_S}"
 
 
@@ -398,8 +398,10 @@ def test_the_script_is_what_it_was(
 def test_the_agents_config_names_every_node_once() -> None:
     said = agents(3)
     assert [member["node"] for member in said["members"]] == ["head", "w1", "w2"]
-    assert said["rank"] == "SLURM_PROCID" and {"--ntasks=2", "--relative=1"} < set(said["others"])
-    assert agents(1)["others"] is None, "there is nobody to start"
+    assert said["rank_variable"] == "SLURM_PROCID" and {"--ntasks=2", "--relative=1"} < set(
+        said["launch_command"]
+    )
+    assert agents(1)["launch_command"] is None, "there is nobody to start"
 
 
 def test_an_archive_is_broadcast_only_where_there_is_one_and_somebody_to_have_it(tmp_path: Path) -> None:

@@ -235,7 +235,7 @@ def live(person: Person, dashboard: int = 1, state: str = "READY") -> ClusterFol
     person.known[f'"dashboard_port": {dashboard},'] = '"dashboard_port": PORT,'
     person.known[f'_DASHBOARD_PORT": {dashboard},'] = '_DASHBOARD_PORT": PORT,'
     person.known[f"_DASHBOARD_PORT={dashboard}\n"] = "_DASHBOARD_PORT=PORT\n"
-    said = {n: {"state": state if n == "w1" else "READY", "reason": "its agent is silent" if state == "LOST" else "", "launch": 1,
+    said = {n: {"state": state if n == "w1" else "READY", "reason": "no heartbeat from its agent" if state == "LOST" else "", "launch": 1,
                 "since": started + 9, "ip": "127.0.0.2", "host": "vm", "ports": {}} for n in nodes}  # fmt: skip
     event = {"at": 1_700_000_000.0, "kind": "note", "text": "asked for on local"}
     return person.store.create(
@@ -441,7 +441,7 @@ CASES: dict[str, Case] = {
     "setup-json": case("setup --json -q", machines(zinc=READY, copper={**READY, "done": "nothing"}), **FAR),
     "setup-partly": case("setup -q", machines(zinc=READY), **FAR),
     "setup-partly-json": case("setup --json -q", machines(zinc=READY), **FAR),
-    "setup-refused": case("setup", machines(copper={"ok": False, "reason": "/h/v is not a virtual environment: it has no bin/python"}), **FAR),
+    "setup-refused": case("setup", machines(copper={"ok": False, "cause": "not_a_venv", "reason": "/h/v is not a virtual environment: it has no bin/python"}), **FAR),
     "setup-odd": case("setup -q", machines(zinc=READY, copper={**READY, "python": "3.9.1"}), **FAR),
     "setup-odd-json": case("setup -q --json", machines(zinc=READY, copper={**READY, "ray": "2.59.0"}), **FAR),
     "dry-setup": case("setup --dry-run", machines(zinc=READY), **FAR),

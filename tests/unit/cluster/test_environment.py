@@ -193,14 +193,14 @@ def test_one_that_was_left_half_upgraded_is_upgraded_whole(world: World) -> None
 def test_a_turn_of_one_who_died_here_is_taken_over(tmp_path: Path) -> None:
     claim = Claim(str(tmp_path / "x.unfinished"), 1e9)
     claim.take(lambda: True)
-    assert claim.making and not claim.again and claim.is_mine()
+    assert claim.creating and not claim.resumed and claim.is_current()
     words = json.loads((tmp_path / "x.unfinished/1").read_text())
     assert words["machine"].startswith(socket.gethostname()) and not claim.is_over(words)
     (tmp_path / "x.unfinished/1").write_text(json.dumps({**words, "start": "long ago"}))
     other = Claim(str(tmp_path / "x.unfinished"), 1e9)
     other.take(lambda: False)
-    assert other.again and other.making and other.number == 2, "it was not there when the first began"
-    assert not claim.is_mine()
+    assert other.resumed and other.creating and other.number == 2, "it was not there when the first began"
+    assert not claim.is_current()
     claim.release()
     assert (tmp_path / "x.unfinished").exists(), "who has lost their turn takes nothing away"
     other.release()
@@ -209,7 +209,7 @@ def test_a_turn_of_one_who_died_here_is_taken_over(tmp_path: Path) -> None:
 
 def test_one_who_waits_gives_up_in_time(world: World) -> None:
     left_by(world, machine="another", making=True)
-    assert world.ask(seconds=0)["reason"] == "it took too long"
+    assert world.ask(seconds=0)["reason"] == "the deadline has passed"
     assert Path(f"{world.venv}.unfinished", "1").exists()
 
 

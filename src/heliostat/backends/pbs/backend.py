@@ -159,9 +159,15 @@ class Pbs(batch.Batch):
         written = _walltime(asked) or batch.parse_time(options.time, "pbs.time")
         limit, grace = batch.times(request, written, check_fits(request, request.spec.time or written))
         limit = limit or check_fits(request, None, default=True)
-        told = {"grace_s": grace, "time_limit_s": limit, "own_clock": False, "margin_s": batch.MARGIN_S}
+        told = {
+            "grace_s": grace,
+            "time_limit_s": limit,
+            "enforce_time_limit": False,
+            "margin_s": batch.MARGIN_S,
+        }
         request = batch.with_config(
-            request, {**told, "hasty": True, "kill_wait_s": KILL_S, "hosts": "PBS_NODEFILE"}
+            request,
+            {**told, "kill_follows_signal": True, "kill_wait_s": KILL_S, "hosts_variable": "PBS_NODEFILE"},
         )
         others = [
             f"{request.facts['bin']}/pbsdsh" if "bin" in request.facts else "pbsdsh",

@@ -149,7 +149,7 @@ class Slurm(batch.Batch):
         spec, options = request.spec, request.options
         said = batch.parse_time(options.time, "slurm.time")
         limit, grace = batch.times(request, said, check_fits(request, spec.time or said))
-        told = {"grace_s": grace, "time_limit_s": limit, "own_clock": False}
+        told = {"grace_s": grace, "time_limit_s": limit, "enforce_time_limit": False}
         if "kill_wait_s" in request.facts:
             told["kill_wait_s"] = request.facts["kill_wait_s"]
         request = batch.with_config(request, {**told, **self._broadcast(request)})

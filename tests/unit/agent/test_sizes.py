@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from heliostat.agent import probe
-from heliostat.agent.node import Worker
+from heliostat.agent import probe, sizes
+from heliostat.agent.worker import Worker
 
 GIB = 2**30
 A6000 = {"name": "NVIDIA RTX A6000", "memory_total": 48 * GIB}
@@ -33,7 +33,7 @@ def sized(
 
     async def make() -> Worker:
         node = Worker(config, str(tmp_path))
-        node.size()
+        sizes.resolve(node.config, node.info)
         return node
 
     return asyncio.run(make())

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from heliostat.agent import files, others
+from heliostat.agent import files, worker_launch
 from heliostat.agent.node import Node
 
 ODD = b"caf\xe9 \xff"  # Latin-1, and a byte that no encoding of text has
@@ -18,8 +18,8 @@ ODD = b"caf\xe9 \xff"  # Latin-1, and a byte that no encoding of text has
 
 def config(folder: Path) -> dict[str, Any]:
     members = [{"node": "head"}, {"node": "w1"}]
-    return {"folder": str(folder), "rank": "RANK", "others": ["pbsdsh", "-n", "{line}", "--"], "hosts": "PBS_NODEFILE",
-            "members": members, "whole": "{}"}  # fmt: skip
+    return {"folder": str(folder), "rank_variable": "RANK", "launch_command": ["pbsdsh", "-n", "{line}", "--"], "hosts_variable": "PBS_NODEFILE",
+            "members": members, "allocation_config": "{}"}  # fmt: skip
 
 
 def test_a_variable_that_is_not_utf8_reaches_the_others(
@@ -28,7 +28,7 @@ def test_a_variable_that_is_not_utf8_reaches_the_others(
     (tmp_path / "hosts").write_text("n1\nn2\n")
     monkeypatch.setenv("PBS_NODEFILE", str(tmp_path / "hosts"))
     monkeypatch.setenv("ODD", os.fsdecode(ODD))
-    commands, made = others.prepare(config(tmp_path), {}, "head")
+    commands, made = worker_launch.prepare(config(tmp_path), {}, "head")
     assert [(name, host) for name, host, _ in commands] == [("w1", "n2")]
     script = Path(made[1])
     lines = [line for line in script.read_bytes().splitlines() if not line.startswith(b"exec ")]
@@ -47,11 +47,11 @@ def test_a_failure_to_start_the_others_is_their_reason(
     async def main() -> None:
         node = Node.__new__(Node)
         node.config, node.name, node.temp, node.logs = config(tmp_path), "head", str(tmp_path), str(tmp_path)
-        monkeypatch.setattr(node, "others_failed", lambda reason, names: told.append((reason, names)))
-        node.start_step()
-        assert node.step
-        await asyncio.wait([node.step])
-        assert node.step.exception() is None
+        monkeypatch.setattr(node, "on_launch_failure", lambda reason, names: told.append((reason, names)))
+        node.launch_others()
+        assert node.launch_task
+        await asyncio.wait([node.launch_task])
+        assert node.launch_task.exception() is None
 
     asyncio.run(main())
     missing = f"its agent could not be started: cannot use {tmp_path}/nosuch: No such file or directory"
