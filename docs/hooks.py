@@ -1,10 +1,11 @@
-"""mkdocs: files of the project outside docs/ that a page links to become part of the site, at the same place beside it.
+"""mkdocs hooks: link files outside docs/, and copy only the commands of a console block.
 
-On a git host `../examples/lab.yaml` leads from docs/ssh.md to the file; in the site the same link leads to a copy of it.
+A page links to `../examples/lab.yaml`, which a git host resolves. The site contains a copy of each such file.
 """
 
 from __future__ import annotations
 
+import html
 import re
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,10 @@ from typing import Any
 from mkdocs.structure.files import File, Files, InclusionLevel
 
 ROOT = Path(__file__).parent.parent
-PAGES = ("CONTRIBUTING.md", "CHANGELOG.md")  # pages of the site that must lie where a git host looks for them
-OUT = re.compile(r"\]\(\.\./([^)#\s]+)")  # from a page in docs/
-IN = re.compile(r"\]\(docs/")  # from one of PAGES
+PAGES = ("CONTRIBUTING.md", "CHANGELOG.md")  # pages of the site that a git host expects in the root directory
+OUT = re.compile(r"\]\(\.\./([^)#\s]+)")  # a link from a page in docs/ to a file outside
+IN = re.compile(r"\]\(docs/")  # a link from one of PAGES to a page in docs/
+CONSOLE = re.compile(r'<div class="language-console highlight">(?P<block>.*?)</div>', re.S)
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -33,3 +35,25 @@ def on_page_markdown(markdown: str, page: Any, **rest: Any) -> str:
     if page.file.src_uri in PAGES:
         return IN.sub("](", markdown)
     return OUT.sub(r"](\1", markdown)
+
+
+def on_page_content(content: str, **rest: Any) -> str:
+    """Set `data-copy`, which the theme's copy button prefers to the text of the block."""
+
+    def with_commands(found: re.Match[str]) -> str:
+        text = html.unescape(re.sub(r"<[^>]*>", "", found["block"]))
+        commands = html.escape(console_commands(text))
+        return f'<div class="language-console highlight" data-copy="{commands}">{found["block"]}</div>'
+
+    return CONSOLE.sub(with_commands, content)
+
+
+def console_commands(text: str) -> str:
+    """The commands of a console block, without prompts, comments and output."""
+    commands: list[str] = []
+    continued = False
+    for line in text.splitlines():
+        if continued or line.startswith("$ "):
+            commands.append(re.sub(r"\s{2,}# .*", "", line.removeprefix("$ ")))
+            continued = line.endswith("\\")
+    return "\n".join(commands)

@@ -38,9 +38,15 @@ def typed(block: Block) -> list[tuple[str, list[str]]]:
 
 
 FREE = re.compile(
-    r"(?P<time>\d+[dhms]\b(?: \d+[dhms]\b)*)|(?P<figure>\d+(?:\.\d+)*)|(?P<any>…)|(?P<space>\s+)"
+    r"(?P<id>\d{4}-\d{6}-[0-9a-f]{4})|(?P<time>\d+[dhms]\b(?: \d+[dhms]\b)*)|(?P<figure>\d+(?:\.\d+)*)|(?P<any>…)|(?P<space>\s+)"
 )
-MEANS = {"time": r"\d+[dhms](?: \d+[dhms])*", "figure": r"\d+(?:\.\d+)*", "any": ".*", "space": r"\s+"}
+MEANS = {
+    "id": r"\d{4}-\d{6}-[0-9a-f]{4}",
+    "time": r"\d+[dhms](?: \d+[dhms])*",
+    "figure": r"\d+(?:\.\d+)*",
+    "any": ".*",
+    "space": r"\s+",
+}
 
 
 def pattern(line: str) -> str:
@@ -60,7 +66,8 @@ def test_page(page: Path, home: Path, tmp_path: Path) -> None:
         if name != "heliostat.yaml":  # would change what every command means
             (tmp_path / name).write_text(text)
     script = "".join(
-        f"echo; echo '--- {i}'\n{line}\necho; echo \"--- ended $?\"\n" for i, (line, _) in enumerate(commands)
+        f"echo; echo '--- {i}'\n{line}\ncode=$?; echo; echo \"--- ended $code\"\n"
+        for i, (line, _) in enumerate(commands)
     )
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     done = subprocess.run(

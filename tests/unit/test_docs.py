@@ -17,7 +17,7 @@ import pytest
 from docs import made
 from docs.pages import ROOT, Block, blocks, pages, without_blocks
 from heliostat import backends
-from heliostat.cli.app import cli
+from heliostat.cli.app import VERBS, cli
 from heliostat.cli.native import META
 from heliostat.cli.output import Output
 from heliostat.common.errors import HeliostatError
@@ -128,6 +128,11 @@ def test_commands_in_the_text_exist(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_what_shows_the_program_is_what_it_prints(page: Path) -> None:
     assert page.read_text() == made.anew(page), "python -m docs.made writes it anew"
+
+
+def test_readme_lists_every_command() -> None:
+    section = (ROOT / "README.md").read_text().partition("\n## Commands\n")[2].partition("\n## ")[0]
+    assert re.findall(r"^\| `(\w+)` \|", section, re.M) == list(VERBS)
 
 
 def test_links_elsewhere_are_listed() -> None:
