@@ -552,7 +552,7 @@ def test_two_up_at_once_that_fail(world: World) -> None:
     world.behave(head="refuse")
     results = at_once(*[lambda: world.life().up(world.spec())] * 3)
     assert all(isinstance(result, HeliostatError) for result in results), results
-    assert not any("cannot be read" in result.what for result in results)
+    assert not any("cannot be read" in result.message for result in results)
     until(lambda: not world.running() and not world.store.names(), "nothing is left")
 
 
