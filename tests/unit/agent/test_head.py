@@ -126,3 +126,25 @@ def test_a_command_whose_nodes_are_in_one_allocation_does_not_wait_for_ever(tmp_
         assert head.gather_timeout(head.last_new + 601)
 
     asyncio.run(story())
+
+
+def test_a_joined_node_learns_when_its_nodes_are_ready(tmp_path: Path) -> None:
+    async def story() -> None:
+        head = Head(config(tmp_path), str(tmp_path))
+        asked = {"state": "READY", "wait_for": ["j1-1", "j1-2"]}
+        assert head.on_message("j1-1", {**asked}) == {"gcs": 0, "nodes_ready": False}
+        head.on_message("j1-2", {"state": "READY"})
+        assert head.on_message("j1-1", {**asked}) == {"gcs": 0, "nodes_ready": True}
+        assert "wait_for" not in head.nodes["j1-1"], "a question is not part of the report"
+
+    asyncio.run(story())
+
+
+def test_a_lost_node_has_a_code(tmp_path: Path) -> None:
+    async def story() -> None:
+        head = Head(config(tmp_path), str(tmp_path))
+        head.on_message("w1", {"state": "READY"})
+        head.on_node_lost("w1")
+        assert (head.nodes["w1"]["state"], head.nodes["w1"]["cause"]) == ("LOST", "agent_silent")
+
+    asyncio.run(story())
