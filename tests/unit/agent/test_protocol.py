@@ -9,8 +9,8 @@ import pytest
 
 from heliostat.agent import protocol
 from heliostat.agent.protocol import RefusalCause, Refused, StopReason
+from heliostat.cluster.planner import agent_config
 from heliostat.config.spec import ClusterSpec
-from heliostat.planning import agent_config
 from heliostat.state.store import ClusterFolder
 
 

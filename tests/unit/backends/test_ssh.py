@@ -149,7 +149,7 @@ DOWN = HeliostatError("could not reach `zinc` over ssh", cause="Connection refus
 @pytest.fixture
 def machines(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Far]]:
     def make(**found: Far) -> dict[str, Far]:
-        monkeypatch.setattr(over_ssh, "far", lambda words: found[words[-1]])
+        monkeypatch.setattr(over_ssh, "connect", lambda words: found[words[-1]])
         return found
 
     return make

@@ -94,7 +94,7 @@ def told(folder: ClusterFolder, fake: Fake) -> PlatformSync:
 
 
 def pull(told: PlatformSync, record: Record) -> dict[str, dict[str, Any]]:
-    told.again()
+    told.invalidate()
     told.pull(record)
     return dict(told.folder.state()["nodes"])
 
@@ -226,11 +226,11 @@ def test_who_looks_often_asks_at_the_platforms_pace(told: PlatformSync, record: 
     told.pull(record)
     told.pull(record)
     assert len(fake.asked) == 1
-    told.again()
+    told.invalidate()
     told.pull(record)
     assert len(fake.asked) == 2
     fake.no = HeliostatError("it does not answer")
-    told.again()
+    told.invalidate()
     with pytest.raises(HeliostatError):
         told.pull(record)
     told.pull(record)
@@ -295,7 +295,7 @@ def test_what_others_write_meanwhile_is_kept(
         ending.note(jobs=[{"id": "j1", "status": "SUCCEEDED"}])
         return answer
 
-    monkeypatch.setattr(fake, "tell", slow)
+    monkeypatch.setattr(fake, "platform_status", slow)
     watching.pull(record)
     state = folder.state()
     assert state["jobs"] == [{"id": "j1", "status": "SUCCEEDED"}] and set(state["nodes"]) == {"head", "w1"}
