@@ -37,7 +37,7 @@ LIGHT = ("common", "_version")  # what heliostat/__init__.py may import at once
 AGENT_PYTHON = (3, 9)
 NEWER_THAN_AGENT_PYTHON = {"tomllib", "annotationlib", "compression"}
 # Lines of code of the program that is copied to every node.
-AGENT_LINES = 4300
+AGENT_LINES = 4600
 
 # The only files that may do these.
 MAY_START_PROCESSES = (("common", "processes"), ("remote", "transport"), ("remote", "ssh"))

@@ -8,7 +8,7 @@ from dataclasses import replace
 from heliostat.backends.base import Handle
 from heliostat.cluster.access import Access
 from heliostat.cluster.observe import Observer
-from heliostat.common.errors import AccessDenied, HeliostatError, NotFoundError
+from heliostat.common.errors import AccessDenied, Code, HeliostatError
 from heliostat.remote.transport import Completed, at_once
 from heliostat.state.records import NodeRecord
 from heliostat.state.states import NodeState
@@ -23,11 +23,15 @@ class Nodes:
         view = self._observer.find(name)
         view.require_running()
         record = view.record
-        if node is not None and node not in record.nodes:
-            raise NotFoundError(f"`{name}` has no node `{node}`", cause=f"it has {', '.join(record.nodes)}")
+        if node is not None:
+            record.require_node(node)
         ready = [n for n in record.nodes.values() if n.state is NodeState.READY and node in (None, n.name)]
         if not ready:
-            raise HeliostatError(f"no node of `{name}` is ready", hint=f"heliostat status {name}")
+            raise HeliostatError(
+                f"no node of `{name}` is ready",
+                hint=f"heliostat status {name}",
+                code=Code.CLUSTER_NOT_READY,
+            )
         handles = {h["native_id"]: Handle.from_json(h) for h in record.handles}
         backend, host = self._access.backend(record), self._access.host_of(record)
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from heliostat.backends.base import Handle, Platform
-from heliostat.common.errors import NotFoundError, Refused
+from heliostat.common.errors import Code, NotFoundError, Refused
 from heliostat.state.files import write_atomic
 from heliostat.state.records import NodeRecord, Record
 from heliostat.state.store import ClusterFolder
@@ -88,7 +88,9 @@ class PlatformSync:
         cluster_id: the cluster of this state; another cluster may use the directory by now."""
         with self.folder.lock(timeout_s):
             if cluster_id is not None and self.folder.record().id != cluster_id:
-                raise NotFoundError(f"another cluster has the name `{self.folder.name}` now")
+                raise NotFoundError(
+                    f"another cluster has the name `{self.folder.name}` now", code=Code.NOT_FOUND_CLUSTER
+                )
             self._write("state.json", {**self.folder.state(), **changes})
 
     def _write(self, name: str, document: Mapping[str, Any]) -> None:

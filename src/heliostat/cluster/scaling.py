@@ -13,7 +13,7 @@ from heliostat.cluster.observe import RESTARTED, SCALED
 from heliostat.cluster.platform_sync import DEMAND, handle_of
 from heliostat.cluster.readiness import POLL_S
 from heliostat.cluster.view import View, make_move
-from heliostat.common.errors import HeliostatError, NotFoundError, UsageError
+from heliostat.common.errors import HeliostatError, UsageError
 from heliostat.common.events import Emit, Event
 from heliostat.common.units import count
 from heliostat.config import loader
@@ -212,8 +212,7 @@ def _check_resizable(record: Record, spec: ClusterSpec, workers: int, group: str
 
 
 def _check_restartable(record: Record, name: str, node: str) -> None:
-    if node not in record.nodes:
-        raise NotFoundError(f"`{name}` has no node `{node}`", cause=f"it has {', '.join(record.nodes)}")
+    record.require_node(node)
     if record.nodes[node].role == "head":
         raise UsageError(f"`{node}` is the head of `{name}`", hint=f"heliostat restart {name}")
     if record.nodes[node].joined:

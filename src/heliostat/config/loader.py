@@ -123,7 +123,10 @@ def check(values: Mapping[str, Any], origins: Mapping[str, str], backend_names: 
         known = ", ".join(sorted([*_keys(ClusterSpec, []), *backend_names]))
         cause = _where(origins, "backend_tables").strip(" ()")
         raise UsageError(
-            "unknown key `sites`", cause=cause, hint=f"known keys: {known}", code=Code.USAGE_UNKNOWN_KEY
+            "unknown key `backend_tables`",
+            cause=cause,
+            hint=f"known keys: {known}",
+            code=Code.USAGE_UNKNOWN_KEY,
         )
     try:
         spec = ClusterSpec.model_validate({**plain, "backend_tables": tables})

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from heliostat.common.errors import Code, NotFoundError
 from heliostat.state.states import TERMINAL, ClusterState, NodeState, summary
 
 SCHEMA = 2
@@ -56,6 +57,16 @@ class Record:
 
     def is_over(self) -> bool:
         return all(node.state in TERMINAL for node in self.nodes.values())
+
+    def require_node(self, name: str) -> NodeRecord:
+        """The node of this name. Raises NotFoundError where there is none."""
+        if name not in self.nodes:
+            raise NotFoundError(
+                f"`{self.name}` has no node `{name}`",
+                cause=f"it has {', '.join(self.nodes)}",
+                code=Code.NOT_FOUND_NODE,
+            )
+        return self.nodes[name]
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Record:

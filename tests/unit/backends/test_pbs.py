@@ -675,7 +675,7 @@ def test_one_command_a_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_who_joins_is_not_as_many_as_the_cluster() -> None:
     base = {"on": "pbs", "cpus_per_node": 2, "pbs": {"select": "4:ncpus=2"}}
-    load = {"backend_tables": SITES, "environ": {}, "base": base, "nodes_of": backends.nodes_of}
+    load = {"backend_names": SITES, "environ": {}, "base": base, "nodes_of": backends.nodes_of}
     assert loader.load(**load).spec.nodes == 1
     mine = loader.load(**load, flags={"pbs.extra": ["-l", "select=2:ncpus=1"]}).spec
     assert (mine.nodes, mine.cpus_per_node) == (2, None), "and its size is its own"

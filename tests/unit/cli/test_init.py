@@ -213,7 +213,7 @@ def test_a_site_that_is_not_here() -> None:
     found = Found({"local": "this computer"})
     with pytest.raises(UsageError, match="nothing of `slurm` is found here"):
         choose(found, "slurm")
-    with pytest.raises(UsageError, match="there is no site `mars`"):
+    with pytest.raises(UsageError, match="there is no backend `mars`"):
         choose(found, "mars")
 
 

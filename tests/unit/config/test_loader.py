@@ -170,7 +170,7 @@ def test_a_default_file_that_others_can_write_is_refused(tmp_path: Path) -> None
     for path, mode in ((tmp_path / FILE, 0o666), (tmp_path, 0o777)):
         before = path.stat().st_mode
         path.chmod(mode)
-        assert f"`{path}` can be changed by everybody" in refuse_default(tmp_path).because
+        assert f"`{path}` can be changed by everybody" in refuse_default(tmp_path).cause
         path.chmod(before)
     tmp_path.chmod(0o1777)  # as /tmp: others cannot replace our file
     assert load(SITES, environ={}, look_in=tmp_path).spec.nodes == 4
@@ -183,14 +183,14 @@ def test_a_default_file_of_another_user_is_refused(tmp_path: Path, monkeypatch: 
     (tmp_path / "theirs").write_text("nodes: 4\n")
     os.chown(tmp_path / "theirs", 12345, 12345)
     (tmp_path / FILE).symlink_to("theirs")
-    assert "belongs to user 12345" in refuse_default(tmp_path).because
+    assert "belongs to user 12345" in refuse_default(tmp_path).cause
     os.chown(tmp_path / "theirs", 0, 0)
     assert load(SITES, environ={}, look_in=tmp_path).spec.nodes == 4
     os.lchown(tmp_path / FILE, 12345, 12345)
-    assert "is a symbolic link of user 12345" in refuse_default(tmp_path).because
+    assert "is a symbolic link of user 12345" in refuse_default(tmp_path).cause
     os.lchown(tmp_path / FILE, 0, 0)
     monkeypatch.setattr(os, "getuid", lambda: 54321)
-    assert "belongs to root" in refuse_default(tmp_path).because
+    assert "belongs to root" in refuse_default(tmp_path).cause
     tmp_path.chmod(0o755)
     assert load(SITES, environ={}, look_in=tmp_path).spec.nodes == 4
 
@@ -204,7 +204,7 @@ def test_a_default_file_replaced_between_check_and_open(
     (tmp_path / FILE).write_text("nodes: 4\n")
     os.chown(tmp_path / FILE, 12345, 12345)
     monkeypatch.setattr("heliostat.state.ownership.find_unsafe", lambda path: None)
-    assert "belongs to user 12345" in refuse_default(tmp_path).because
+    assert "belongs to user 12345" in refuse_default(tmp_path).cause
 
 
 @pytest.mark.needs_linux
@@ -214,7 +214,7 @@ def test_a_default_file_of_the_user_s_private_group(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("heliostat.agent.ownership._is_private_group", lambda gid: True)
     assert load(SITES, environ={}, look_in=tmp_path).spec.nodes == 4
     monkeypatch.setattr("heliostat.agent.ownership._is_private_group", lambda gid: False)
-    assert "can be changed by its group" in refuse_default(tmp_path).because
+    assert "can be changed by its group" in refuse_default(tmp_path).cause
 
 
 # -- keys
