@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from heliostat.agent.protocol import StopReason
 from heliostat.backends.base import Handle, Observation
 from heliostat.cluster.access import Access
 from heliostat.cluster.accounting import note_joins, note_ready
 from heliostat.cluster.platform_sync import DEMAND, PlatformSync, handle_of, new_nodes
-from heliostat.cluster.resolve import needs_report, resolve_platform_state, resolve_state
+from heliostat.cluster.resolve import find_cause, needs_report, resolve_platform_state, resolve_state
 from heliostat.cluster.view import View, group_alike, make_move
 from heliostat.common.errors import DeadlineError, DiskError, HeliostatError, NotFoundError
 from heliostat.common.events import Emit, Event
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
 N = NodeState
 OBSERVE_LOCK_S = 5.0  # the next command that observes the cluster writes what this one could not
-SCALED, RESTARTED = "scaled down", "restarted"  # reasons for the end of a node while its cluster goes on
 _RUNS = Observation(N.ALLOCATED)
 
 
@@ -226,7 +226,7 @@ class Observer:
         record, live = evidence.record, evidence.live
         seen = evidence.seen.get(node.handle, Observation(N.UNKNOWN, "the site did not answer for it"))
         # a node that ends by itself is still wanted: the scheduler may queue its job again
-        was_stopped = node.state is N.STOPPING and node.reason in (SCALED, RESTARTED)
+        was_stopped = node.state is N.STOPPING and node.cause in (StopReason.SCALED, StopReason.RESTARTED)
         wanted = record.target == "up" and not was_stopped
         # after the head's end its table is out of date
         table = {} if live.get("ended") else live.get("nodes") or {}
@@ -239,6 +239,7 @@ class Observer:
         )
         alone = node.handle not in evidence.shared
         state, reason, since = from_platform or resolve_state(node, seen, row, report, wanted, alone)
+        cause = find_cause(node, report, row)
         if state is N.FAILED and not report:  # the failure was before the start of our agent
             reason = self._reason_from_logs(evidence, node) or reason
         is_early = node.state in (N.REQUESTED, N.QUEUED, N.UNKNOWN)
@@ -249,9 +250,9 @@ class Observer:
             if not is_requeued:
                 return None  # evidence from before the order to stop does not count
         if state is node.state:
-            node.reason = reason  # not a change of state: no event, and `since` stays
+            node.reason, node.cause = reason, cause  # not a change of state: no event, and `since` stays
             return None
-        return make_move(node, state, reason, since)
+        return make_move(node, state, reason, since, cause)
 
     def _reason_from_logs(self, evidence: _Evidence, node: NodeRecord) -> str:
         """The last line of a log that was written before our agent started. A batch job's log is named by its id, or in its

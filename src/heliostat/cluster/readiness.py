@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from heliostat.agent.protocol import RefusalCause
 from heliostat.cluster import planner
 from heliostat.cluster.access import Access
 from heliostat.cluster.launch import was_terminated
@@ -25,35 +26,20 @@ UP_S = 600.0  # time for a node whose allocation has started; the wait in a queu
 N = NodeState
 _SETTLED = (*TERMINAL, N.READY, N.LOST)
 
-# part of a node's reason -> hint; the first that matches
-_HINTS = (
-    (("`heliostat setup`",), "heliostat setup, with the same file"),
-    (
-        ("directory for temporary files",),
-        "set TMPDIR, by --setup on other hosts, to a directory that only you can change; heliostat doctor",
-    ),
-    (
-        ("no Ray in the image",),
-        "build the image on docker://rayproject/ray, or install 'ray[default]' in it",
-    ),
-    (
-        ("neither apptainer nor singularity",),
-        "--setup 'module load apptainer', or whatever brings it here",
-    ),
-    (
-        ("the copy of", "MiB"),
-        "set TMPDIR to a larger disk by --setup, or leave out `environment.stage`",
-    ),
-    (("no Ray in",), "pip install 'ray[default]==2.60.0' in that environment"),
-    (("is asked for",), "take `ray` out of the file's environment, or install that version"),
-    (
-        ("has no authentication",),
-        "install Ray 2.52 or newer, or say `security: {auth: none}` in the file",
-    ),
-    (("no `openssl` program",), "install openssl on that host, or take `tls` out of the file"),
-    (("/dev/shm",), "--object-store 100M, or a larger /dev/shm"),
-    (("free ports",), "widen network.ports in the file, or take it out"),
-)
+# what helps against a refusal of the head's agent
+HINTS: dict[str, str] = {
+    RefusalCause.ENVIRONMENT_INCOMPLETE: "heliostat setup, with the same file",
+    RefusalCause.TEMP_DIRECTORY: "set TMPDIR, by --setup on other hosts, to a directory that only you can change; heliostat doctor",
+    RefusalCause.RAY_MISSING_IN_IMAGE: "build the image on docker://rayproject/ray, or install 'ray[default]' in it",
+    RefusalCause.CONTAINER_PROGRAM_MISSING: "load it by --setup, for example 'module load apptainer'",
+    RefusalCause.STAGE_DISK_FULL: "set TMPDIR to a larger disk by --setup, or leave out `environment.stage`",
+    RefusalCause.RAY_MISSING: "pip install 'ray[default]==2.60.0' in that environment",
+    RefusalCause.RAY_VERSION_DIFFERS: "take `ray` out of the file's environment, or install that version",
+    RefusalCause.RAY_TOO_OLD: "install Ray 2.52 or newer, or set `security: {auth: none}` in the file",
+    RefusalCause.OPENSSL_MISSING: "install openssl on that host, or take `tls` out of the file",
+    RefusalCause.SHARED_MEMORY: "--object-store 100M, or a larger /dev/shm",
+    RefusalCause.PORTS_TAKEN: "widen network.ports in the file, or take it out",
+}
 
 
 class ReadinessDeadline:
@@ -153,7 +139,7 @@ class ReadinessWaiter:
             f"the cluster `{view.record.name}` did not start",
             cause=head.reason or "its head ended",
             details=f"log: {logs / head.name if (view.folder.logs / head.name).is_dir() else logs}",
-            hint=startup_hint(head.reason, view.record),
+            hint=startup_hint(head.cause, view.record),
         )
 
 
@@ -181,10 +167,7 @@ def _partial_error(view: View, need: int) -> HeliostatError:
     )
 
 
-def startup_hint(reason: str, record: Record) -> str:
-    """The command or setting that helps against this reason; else the command that shows the head's log."""
-    for parts, hint in _HINTS:
-        if all(part in reason for part in parts):
-            return hint
+def startup_hint(cause: str, record: Record) -> str:
+    """The command or setting that helps against this cause; else the command that shows the head's log."""
     head = next((node.name for node in record.nodes.values() if node.role == "head"), "head")
-    return f"heliostat logs {record.name} {head}"
+    return HINTS.get(cause) or f"heliostat logs {record.name} {head}"

@@ -48,6 +48,12 @@ def resolve_state(
     return state, reason, since
 
 
+def find_cause(node: NodeRecord, *evidence: Mapping[str, Any]) -> str:
+    """The code of the reason in the first document of this launch of the node that has one."""
+    current = (one for one in evidence if int(one.get("launch") or 0) == node.launch)
+    return next((str(one["cause"]) for one in current if one.get("cause")), "")
+
+
 def needs_report(node: NodeRecord, seen: Observation, live: Mapping[str, Any]) -> bool:
     """Whether the node's own report can change the result of `resolve_state`: reading a file per node is slow on a shared
     file system."""

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from heliostat.agent.protocol import StopReason
 from heliostat.backends.base import Handle
 from heliostat.cluster import planner
-from heliostat.cluster.observe import RESTARTED, SCALED
 from heliostat.cluster.platform_sync import DEMAND, handle_of
 from heliostat.cluster.readiness import POLL_S
 from heliostat.cluster.view import View, make_move
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from heliostat.cluster.readiness import ReadinessWaiter
 
 N = NodeState
+LEAVE = {"do": "leave", "reason": "scaled down", "cause": StopReason.SCALED}
 LEAVE_S = 120.0  # a drain takes up to 20 s, a slow scheduler somewhat longer
 
 
@@ -86,7 +87,9 @@ class Scaling:
         with folder.lock():
             record = folder.record()
             if record.nodes[node].state not in (*TERMINAL, N.STOPPING):
-                folder.append(make_move(record.nodes[node], N.STOPPING, RESTARTED))
+                folder.append(
+                    make_move(record.nodes[node], N.STOPPING, "restarted", cause=StopReason.RESTARTED)
+                )
                 folder.save(record)
         kept = record.nodes[node]
         platform, handle = self._access.platform(record), handle_of(record)
@@ -130,7 +133,7 @@ class Scaling:
         backend = self._access.backend(record)
         for node in names:
             if not any(node in h.nodes for h in whole):
-                self._access.send_request(folder, {"do": "leave", "node": node, "reason": SCALED})
+                self._access.send_request(folder, LEAVE | {"node": node})
         if whole:
             backend.cancel(whole, self._access.host_of(record))
             self._observer.invalidate(folder, whole)
@@ -226,7 +229,7 @@ def _record_workers(folder: ClusterFolder, wanted: Sequence[str]) -> tuple[Recor
         own = [n for n in record.nodes.values() if n.role == "worker" and not n.joined]
         leaving = [n for n in own if n.name not in wanted and n.state not in TERMINAL]
         for node in leaving:
-            folder.append(make_move(node, N.STOPPING, SCALED))
+            folder.append(make_move(node, N.STOPPING, "scaled down", cause=StopReason.SCALED))
         for node in own:
             if node.name not in wanted and node not in leaving:
                 del record.nodes[node.name]

@@ -109,9 +109,12 @@ def describe_waiting(nodes: Iterable[NodeRecord]) -> str:
     return "; ".join(parts[:3]) + ("; …" if len(parts) > 3 else "")
 
 
-def make_move(node: NodeRecord, state: NodeState, reason: str, at: float | None = None) -> dict[str, Any]:
+def make_move(
+    node: NodeRecord, state: NodeState, reason: str, at: float | None = None, cause: str = ""
+) -> dict[str, Any]:
     """Changes the node's state, and returns the event of it. The caller holds the lock and saves the record."""
     check_move(node.state, state)
     since, old = time.time() if at is None else at, node.state
-    node.state, node.reason, node.since = state, reason, since
-    return {"at": since, "kind": "move", "node": node.name, "from": old, "to": state, "reason": reason}
+    node.state, node.reason, node.since, node.cause = state, reason, since, cause
+    event = {"at": since, "kind": "move", "node": node.name, "from": old, "to": state, "reason": reason}
+    return {**event, "cause": cause} if cause else event

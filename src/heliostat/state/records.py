@@ -20,6 +20,7 @@ class NodeRecord:
     group: str | None = None
     state: NodeState = NodeState.REQUESTED
     reason: str = ""
+    cause: str = ""  # code of the reason: a StopReason or RefusalCause of agent/protocol.py
     since: float = 0.0
     handle: str | None = None  # the native id that it came with
     launch: int = 0  # which of the cluster's launches it came with; words of an earlier life mean nothing

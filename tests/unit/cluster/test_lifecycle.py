@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from heliostat.agent.protocol import RefusalCause
 from heliostat.backends.base import Observation
 from heliostat.cluster.manager import ClusterManager
 from heliostat.cluster.readiness import startup_hint
@@ -115,16 +116,16 @@ def test_words_that_are_not_whole(junk: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("reason", "hint"),
+    ("cause", "hint"),
     [
-        ("no Ray in the environment of /usr/bin/python3", "pip install 'ray[default]==2.60.0'"),
-        ("Ray 2.53.0 is installed, 2.60.0 is asked for", "take `ray` out"),
-        ("Ray 2.9.0 has no authentication (2.52 is the first that does)", "install Ray 2.52 or newer"),
-        ("/dev/shm has 3 MiB free; Ray needs 80 at least", "--object-store 100M"),
-        ("no block of 16 free ports between 1024 and 1087", "widen network.ports"),
-        ("it is Tuesday", "heliostat logs lab head"),
+        (RefusalCause.RAY_MISSING, "pip install 'ray[default]==2.60.0'"),
+        (RefusalCause.RAY_VERSION_DIFFERS, "take `ray` out"),
+        (RefusalCause.RAY_TOO_OLD, "install Ray 2.52 or newer"),
+        (RefusalCause.SHARED_MEMORY, "--object-store 100M"),
+        ("ports_taken", "widen network.ports"),  # as JSON has it
+        ("", "heliostat logs lab head"),
     ],
 )
-def test_startup_hint(reason: str, hint: str) -> None:
+def test_startup_hint(cause: str, hint: str) -> None:
     record = Record("lab", "1", "local", "up", 0.0, {})
-    assert startup_hint(reason, record).startswith(hint)
+    assert startup_hint(cause, record).startswith(hint)
