@@ -20,6 +20,7 @@ from heliostat.backends import batch
 from heliostat.backends.base import Handle, LaunchRequest, Observation, Plan
 from heliostat.backends.pbs import backend as pbs
 from heliostat.backends.pbs import qstat as pbs_qstat
+from heliostat.backends.pbs import queues as pbs_queues
 from heliostat.cli import join, native, run, up
 from heliostat.cluster import planner
 from heliostat.common.errors import DeadlineError, HeliostatError, UsageError
@@ -56,14 +57,14 @@ class Pbs(Scheduler):
 
     def called(self, argv: Sequence[str]) -> str:
         names = {
-            pbs._FIND: "find",
-            pbs._QUEUES: "queues",
-            pbs._ASK: "ask",
-            pbs._ASK_TORQUE: "ask",
-            pbs._MINE: "mine",
+            pbs_queues.FIND_QSTAT: "find",
+            pbs_queues.QUERY_QUEUES: "queues",
+            pbs._QUERY_JOBS: "ask",
+            pbs._QUERY_JOBS_TORQUE: "ask",
+            pbs._QUERY_OWN_JOBS: "mine",
         }
         if argv[0] == "sh":
-            return names.get(argv[2], "qsub" if argv[2] == pbs._IN_FOLDER else "sh")
+            return names.get(argv[2], "qsub" if argv[2] == pbs._RUN_IN_DIRECTORY else "sh")
         return argv[0].rpartition("/")[2]
 
 
@@ -199,7 +200,7 @@ def test_the_question_itself(tmp_path: Path) -> None:
         'case "$i$1" in 8-f) echo {}; exit 35;; 8-x) echo "{8}";; 9-f) echo "no 9" >&2; exit 153;; 10-f) exit 255;; *) echo "{$i}";; esac\n'
     )
     qstat.chmod(0o755)
-    asked = ["sh", "-c", pbs._ASK, str(qstat), "7", "8", "9", "10", "11"]
+    asked = ["sh", "-c", pbs._QUERY_JOBS, str(qstat), "7", "8", "9", "10", "11"]
     done = subprocess.run(asked, capture_output=True, text=True, timeout=60)
     assert done.stdout == "=== 0 7\n{7}\n=== 35 8\n{8}\n=== 153 9\nno 9\n=== 255 10\n\n"
     assert "-x -f -F json 8" in qstat.with_name("qstat.log").read_text()
@@ -226,7 +227,7 @@ def test_what_an_interrupted_command_submitted_is_found_by_its_mark() -> None:
 
 
 def test_one_that_waits_is_deleted_and_one_that_runs_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("END_S", "CANCEL_S"):
+    for name in ("STOP_TIMEOUT_S", "CANCEL_TIMEOUT_S"):
         monkeypatch.setattr(batch, name, 0.0)
     told = answers((0, "7.ctl", job("R")), (0, "8.ctl", job("H")), (153, "9.ctl", NOBODY))
     says = Pbs(ask=told, qdel=(0, "", ""), qsig=(0, "", ""))
@@ -256,7 +257,7 @@ def test_one_that_is_gone_before_it_is_deleted(name: str) -> None:
 
 
 def test_one_that_did_not_listen_yet_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch, "AGAIN_S", 0.0)
+    monkeypatch.setattr(batch, "REPEAT_STOP_S", 0.0)
 
     class Slow(Pbs):
         def run(self, argv: Sequence[str], *, input: bytes = b"", timeout: float) -> Any:
@@ -284,7 +285,7 @@ def test_one_that_did_not_listen_yet_is_asked_again(monkeypatch: pytest.MonkeyPa
     ],
 )
 def test_who_answers_to_the_name(said: list[str], kind: tuple[int, str]) -> None:
-    assert pbs_qstat.kind(said) == kind
+    assert pbs_qstat.identify_qstat(said) == kind
 
 
 @pytest.mark.parametrize(
@@ -409,7 +410,7 @@ def test_a_node_that_comes_later_has_its_own_chunk() -> None:
     ("text", "size"), [("mem=64gb", 64 * GIB), ("ncpus=1:mem=512MB", GIB // 2), ("mem=1024", 1024), ("mem=1kw", 8192), ("mem=1zb", None), ("", None)]
 )  # fmt: skip
 def test_memory_of_a_chunk(text: str, size: int | None) -> None:
-    assert pbs_qstat.memory(text) == size
+    assert pbs_qstat.chunk_memory(text) == size
 
 
 @pytest.mark.parametrize(
@@ -434,12 +435,12 @@ def test_what_cannot_be_is_said(values: dict[str, Any], what: str, hint: str) ->
     assert hint in caught.value.hint and caught.value.exit_code == 2
 
 
-@pytest.mark.parametrize("name", [name for name in pbs_qstat.OWNED if name != "--"])
+@pytest.mark.parametrize("name", [name for name in pbs_qstat.RESERVED_OPTIONS if name != "--"])
 @pytest.mark.parametrize("spelled", ["{} x", "{}x"])
 def test_options_that_are_ours_are_refused_by_name(name: str, spelled: str) -> None:
     with pytest.raises(HeliostatError, match=f"`{name}` is set by Heliostat") as caught:
         planned(pbs={"extra": spelled.format(name).split()})
-    assert caught.value.exit_code == 2 and caught.value.hint == pbs_qstat.OWNED[name]
+    assert caught.value.exit_code == 2 and caught.value.hint == pbs_qstat.RESERVED_OPTIONS[name]
 
 
 @pytest.mark.parametrize(
@@ -488,9 +489,11 @@ def test_time() -> None:
 def test_the_agent_keeps_the_time(values: dict[str, Any], grace: int) -> None:
     said = agents(**values)
     assert (said["grace_s"], said["margin_s"], said["own_clock"]) == (grace, batch.MARGIN_S, False)
-    assert said["time_limit_s"] == pbs_qstat.seconds(resources(**values)["walltime"])
+    assert said["time_limit_s"] == pbs_qstat.parse_walltime(resources(**values)["walltime"])
     lines = script(environment={"setup": ["module load cuda"]}).splitlines()
-    assert lines.index(pbs.BEGAN) < lines.index("module load cuda"), "walltime runs while modules are loaded"
+    assert lines.index(pbs.EXPORT_START_TIME) < lines.index("module load cuda"), (
+        "walltime runs while modules are loaded"
+    )
 
 
 # -- groups
@@ -508,7 +511,7 @@ def test_a_group_is_a_job_of_its_own_that_starts_after_the_heads() -> None:
     assert "select=2:ncpus=4\n" in cpu and "select=1:ngpus=2:model=x\n" in big and "#PBS -q gpu\n" in big
     says = Pbs(mine=(0, "", ""), qsub=(0, "41.ctl\n", ""))
     assert [handle.nodes for handle in BACKEND.launch(plan, request, says)] == [s.nodes for s in plan.steps]
-    sent = [words for words in says.asked if words[2] == pbs._IN_FOLDER]
+    sent = [words for words in says.asked if words[2] == pbs._RUN_IN_DIRECTORY]
     assert ["depend=after:41.ctl" in words for words in sent] == [False, True, True]
     assert all(words[3] == "/home/me/.heliostat/clusters/lab/logs" for words in sent), (
         "the log's folder is there"

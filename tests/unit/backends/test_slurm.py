@@ -158,8 +158,8 @@ def test_what_an_interrupted_command_submitted_is_found_by_its_comment() -> None
 
 
 def test_a_job_that_waits_is_cancelled_and_one_that_runs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch, "END_S", 0.0)
-    monkeypatch.setattr(batch, "CANCEL_S", 0.0)
+    monkeypatch.setattr(batch, "STOP_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(batch, "CANCEL_TIMEOUT_S", 0.0)
     out = "7|RUNNING|None|N/A|n1\n8|PENDING|Dependency|N/A|\n9|COMPLETED|None|N/A|\n"
     says = Scheduler(squeue=(0, out, ""), scancel=(0, "", ""))
     with pytest.raises(HeliostatError, match="could not be ended") as caught:
@@ -306,7 +306,7 @@ def test_a_group_is_a_job_of_its_own_that_starts_after_the_heads() -> None:
     spec = loader.check({"name": "lab", "on": "slurm", "groups": groups}, {}, ["local", "slurm"])
     _, plan = planner.plan(ClusterFolder(Path("/f/lab")), spec)
     assert [step.nodes for step in plan.steps] == [("head",), ("cpu-1", "cpu-2"), ("big-1",)]
-    assert [slurm.AFTER in step.argv for step in plan.steps] == [False, True, True]
+    assert [slurm.AFTER_HEAD in step.argv for step in plan.steps] == [False, True, True]
     head, cpu, big = (file.text for file in plan.files)
     assert '"queued": ["cpu-1", "cpu-2", "big-1"]' in head and '"queued"' not in cpu + big
     assert "--nodes=2" in cpu and "--cpus-per-task=4" in cpu and "--partition" not in head + cpu
@@ -344,26 +344,26 @@ def test_a_wrong_option_of_a_group_is_named() -> None:
     ],
 )
 def test_options_for_sbatch(words: list[str], found: list[str]) -> None:
-    assert batch.options_of(words, slurm.OWNED, slurm.FLAGS) == found
+    assert batch.parse_options(words, slurm.RESERVED_OPTIONS, slurm.FLAGS) == found
 
 
-@pytest.mark.parametrize("name", slurm.OWNED)
+@pytest.mark.parametrize("name", slurm.RESERVED_OPTIONS)
 @pytest.mark.parametrize("spelled", ["{} 3", "{}=3"])
 def test_options_that_are_ours_are_refused_by_name(name: str, spelled: str) -> None:
     with pytest.raises(HeliostatError, match=f"`{name}` is set by Heliostat") as caught:
-        batch.options_of(spelled.format(name).split(), slurm.OWNED, slurm.FLAGS)
-    assert caught.value.exit_code == 2 and caught.value.hint == slurm.OWNED[name]
+        batch.parse_options(spelled.format(name).split(), slurm.RESERVED_OPTIONS, slurm.FLAGS)
+    assert caught.value.exit_code == 2 and caught.value.hint == slurm.RESERVED_OPTIONS[name]
 
 
 @pytest.mark.parametrize("word", ["-N4", "-n8", "-Jname", "-t5", "-o/dev/null"])
 def test_also_with_the_value_right_behind_the_letter(word: str) -> None:
     with pytest.raises(HeliostatError, match=f"`{word[:2]}` is set by Heliostat"):
-        batch.options_of([word], slurm.OWNED, slurm.FLAGS)
+        batch.parse_options([word], slurm.RESERVED_OPTIONS, slurm.FLAGS)
 
 
 def test_a_word_that_is_no_option_is_refused() -> None:
     with pytest.raises(HeliostatError, match="`gpu` is not an option"):
-        batch.options_of(["--exclusive", "gpu"], slurm.OWNED, slurm.FLAGS)
+        batch.parse_options(["--exclusive", "gpu"], slurm.RESERVED_OPTIONS, slurm.FLAGS)
 
 
 # -- the script
