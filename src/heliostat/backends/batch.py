@@ -79,7 +79,7 @@ def parse_time(text: str | int | None, key: str) -> int | None:
     try:
         return None if text is None else parse_walltime(text)
     except ValueError as error:
-        raise UsageError(f"invalid `{key}`", cause=str(error)) from None
+        raise UsageError(f"`{key}` cannot be used", cause=str(error)) from None
 
 
 def with_config(request: LaunchRequest, more: Mapping[str, object]) -> LaunchRequest:

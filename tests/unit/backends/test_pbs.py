@@ -125,9 +125,9 @@ def test_what_waits_says_why() -> None:
     assert observe("Q", busy).reason == "waits: Insufficient amount of resource: ncpus (R: 6 A: 1 T: 6)"
     assert observe("Q").reason == "has just been submitted"
     held = observe("H", "Job held by ann on Sat Nov 14", substate=20, Hold_Types="u")
-    assert (held.state, held.reason) == (N.QUEUED, "is held; qrls lets it go")
+    assert (held.state, held.reason) == (N.QUEUED, "is held; qrls releases it")
     assert observe("H", "", substate=22, Hold_Types="s").reason == "waits for another job"
-    assert observe("W").reason == "its time has not come yet"
+    assert observe("W").reason == "waits for its start time"
 
 
 def test_a_job_that_is_being_deleted_is_still_in_r() -> None:
@@ -219,7 +219,9 @@ def test_what_an_interrupted_command_submitted_is_found_by_its_mark() -> None:
     assert [h.native_id for h in find_orphans] == ["5", "6"] and find_orphans[0].detail[
         "bin"
     ] == "/opt/pbs/bin"
-    with pytest.raises(HeliostatError, match="does not list its jobs"):  # nobody knows that there is none
+    with pytest.raises(
+        HeliostatError, match="cannot list the jobs of PBS"
+    ):  # nobody knows that there is none
         BACKEND.find_orphans("abc", {}, Pbs(find=(0, "", "")))
 
 
@@ -231,7 +233,7 @@ def test_one_that_waits_is_deleted_and_one_that_runs_is_asked(monkeypatch: pytes
         monkeypatch.setattr(batch, name, 0.0)
     told = answers((0, "7.ctl", job("R")), (0, "8.ctl", job("H")), (153, "9.ctl", NOBODY))
     says = Pbs(ask=told, qdel=(0, "", ""), qsig=(0, "", ""))
-    with pytest.raises(HeliostatError, match="could not be ended") as caught:
+    with pytest.raises(HeliostatError, match="could not be stopped") as caught:
         BACKEND.cancel(handles("7.ctl", "8.ctl", "9.ctl"), says)
     assert caught.value.hint == "qdel -W force 7.ctl 8.ctl"
     sent = [words for words in says.asked if words[0] != "sh"]
@@ -290,7 +292,7 @@ def test_who_answers_to_the_name(said: list[str], kind: tuple[int, str]) -> None
 
 @pytest.mark.parametrize(
     ("said", "cause", "hint"),
-    [(SLURMS, "SLURM's commands", "--on slurm"), (GRID_ENGINE, "Grid Engine's commands", "Grid Engine is no site"),
+    [(SLURMS, "Slurm's commands", "--on slurm"), (GRID_ENGINE, "Grid Engine's commands", "no backend for Grid Engine"),
      ("qstat: unknown option", "qstat --version: qstat: unknown option", "login node")],
 )  # fmt: skip
 def test_others_of_the_same_names_are_refused(said: str, cause: str, hint: str) -> None:
@@ -313,7 +315,7 @@ def test_others_before_pbs_on_the_path() -> None:
     )
     found = {check.name: check for check in BACKEND.checks(None, says)}
     assert found["PATH"].verdict == "warn" and "/usr/bin" in found["PATH"].found
-    assert found["server"].verdict == "ok" and "shut (takes no jobs)" in found["server"].found
+    assert found["server"].verdict == "ok" and "shut (disabled)" in found["server"].found
 
 
 def test_a_server_that_does_not_answer_is_no_survey() -> None:
@@ -421,12 +423,12 @@ def test_memory_of_a_chunk(text: str, size: int | None) -> None:
         ({"pbs": {"extra": ["-l", "nodes=n1:ppn=2"]}}, "`nodes=n1:ppn=2` cannot be used", "-l select="),
         ({"nodes": 2, "pbs": {"place": "pack"}}, "`place=pack` cannot be used", "scatter"),
         ({"nodes": 2, "pbs": {"select": "3:ncpus=1"}}, "`nodes` (2) and the 3 nodes", "keep one"),
-        ({"pbs": {"extra": ["-l", "ncpus=2"]}}, "`-l ncpus` cannot stand", "--cpus-per-node N"),
+        ({"pbs": {"extra": ["-l", "ncpus=2"]}}, "`-l ncpus` cannot be combined", "--cpus-per-node N"),
         ({"pbs": {"extra": ["-l", "walltime=abc"]}}, "`-l walltime=abc` cannot", "HH:MM:SS"),
-        ({"pbs": {"extra": ["--partition=gpu"]}}, "`--partition` is no option of qsub", "-q gpu"),
+        ({"pbs": {"extra": ["--partition=gpu"]}}, "`--partition` is not an option of qsub", "-q gpu"),
         ({"pbs": {"extra": ["-W", "block=true"]}}, "`-W block`", "--detach"),
         ({"pbs": {"time": "30"}}, "`pbs.time` cannot be used", ""),
-        ({"groups": {"g": {"nodes": 3, "options": {"select": "2:ncpus=1"}}}}, "the group `g` has 3 nodes, its select 2", "one chunk"),
+        ({"groups": {"g": {"nodes": 3, "options": {"select": "2:ncpus=1"}}}}, "the group `g` has 3 nodes, its select statement 2", "one chunk"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_said(values: dict[str, Any], what: str, hint: str) -> None:
@@ -448,10 +450,14 @@ def test_options_that_are_ours_are_refused_by_name(name: str, spelled: str) -> N
     [
         ({"pbs": {"queue": "wokq"}}, "no queue `wokq`", "workq, short, shut, door"),
         ({"pbs": {"extra": ["-q", "wokq"]}}, "no queue `wokq`", "workq, short, shut, door"),
-        ({"pbs": {"queue": "shut"}}, "`shut` takes no jobs now", "workq, short, door"),
-        ({"nodes": 3, "pbs": {"queue": "short"}}, "`short` lets one job have 2 nodes, 3 are", "--nodes 2"),
-        ({"time": "2h", "pbs": {"queue": "short"}}, "`short` lets a job run 1h at most", "--time 60m"),
-        ({"pbs": {"queue": "short", "extra": ["-l", "walltime=7200"]}}, "`short` lets a job run 1h", "2h"),
+        ({"pbs": {"queue": "shut"}}, "`shut` is disabled", "workq, short, door"),
+        ({"nodes": 3, "pbs": {"queue": "short"}}, "`short` allows 2 nodes per job, 3 are", "--nodes 2"),
+        ({"time": "2h", "pbs": {"queue": "short"}}, "`short` allows jobs of at most 1h", "--time 60m"),
+        (
+            {"pbs": {"queue": "short", "extra": ["-l", "walltime=7200"]}},
+            "`short` allows jobs of at most 1h",
+            "2h",
+        ),
     ],
 )
 def test_what_the_queue_never_takes_is_refused_before_it_is_asked_for(
@@ -524,10 +530,10 @@ def test_a_group_is_a_job_of_its_own_that_starts_after_the_heads() -> None:
 @pytest.mark.parametrize(
     ("code", "ours", "err", "cause", "hint"),
     [
-        (170, "pbs.invalid_queue", "qsub: Unknown queue\n", "Unknown queue (there is no such queue)", "heliostat up --dry-run"),
+        (170, "pbs.invalid_queue", "qsub: Unknown queue\n", "Unknown queue (no such queue)", "heliostat up --dry-run"),
         (187, "pbs.unknown_resource", "qsub: Unknown resource: ngpus\n", "no such resource", "pbs.gpu in the file"),
         (187, "pbs.unknown_resource", "qsub: Unknown resource: foo\n", "no such resource", "no resource `foo`"),
-        (175, "pbs.access_denied", "qsub: Bad UID for job execution\n", "may not submit from this host", "not as root"),
+        (175, "pbs.access_denied", "qsub: Bad UID for job execution\n", "to submit from this host", "not as root"),
         (5, "pbs.invalid_select", 'qsub: "-lresource=" cannot be used with "select" or "place", resource is: ncpus\n', "resource is: ncpus (", "-l select="),
         (2, "pbs.invalid_option", "qsub: illegal -N value\nusage: qsub\n", "usage: qsub", "man qsub"),
         (1, "pbs.rejected", "qsub: script contains cr, lf\n", "qsub: script contains cr, lf", "--dry-run"),
@@ -678,7 +684,7 @@ def test_one_command_a_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_who_joins_is_not_as_many_as_the_cluster() -> None:
     base = {"on": "pbs", "cpus_per_node": 2, "pbs": {"select": "4:ncpus=2"}}
-    load = {"backend_tables": SITES, "environ": {}, "base": base, "nodes_of": backends.nodes_of}
+    load = {"backend_names": SITES, "environ": {}, "base": base, "nodes_of": backends.nodes_of}
     assert loader.load(**load).spec.nodes == 1
     mine = loader.load(**load, flags={"pbs.extra": ["-l", "select=2:ncpus=1"]}).spec
     assert (mine.nodes, mine.cpus_per_node) == (2, None), "and its size is its own"

@@ -140,7 +140,12 @@ class Pbs(batch.Batch):
         queue_limit = check_fits(request, request.spec.time or limit)
         limit, grace = batch.resolve_times(request, limit, queue_limit)
         limit = limit or check_fits(request, None, default=True)
-        config = {"grace_s": grace, "time_limit_s": limit, "own_clock": False, "margin_s": batch.MARGIN_S}
+        config: dict[str, object] = {
+            "grace_s": grace,
+            "time_limit_s": limit,
+            "own_clock": False,
+            "margin_s": batch.MARGIN_S,
+        }
         config |= {"hasty": True, "kill_wait_s": KILL_WAIT_S, "hosts": "PBS_NODEFILE"}
         request = batch.with_config(request, config)
         others = [_program("pbsdsh", request.facts), "-n", "{line}", "--"]
@@ -257,7 +262,7 @@ def _resolve_options(request: LaunchRequest) -> QsubOptions:
     place = given.place or ("scatter:excl" if options.exclusive else "scatter")
     if len(request.members) > 1 and "scatter" not in place:
         raise UsageError(
-            f"`place={place}` is not supported",
+            f"`place={place}` cannot be used",
             cause="a host can run only one Ray node of a cluster",
             hint="-l place=scatter:excl",
             code=Code.PBS_INVALID_SELECT,
@@ -271,7 +276,7 @@ def _walltime_option(options: QsubOptions) -> int | None:
     found = parse_walltime(options.walltime)
     if not found:
         raise UsageError(
-            f"invalid `-l walltime={options.walltime}`",
+            f"`-l walltime={options.walltime}` cannot be used",
             hint="-l walltime=HH:MM:SS",
             code=Code.PBS_INVALID_OPTION,
         )
@@ -373,7 +378,7 @@ def _parse_answer(code: int, text: str, torque: bool) -> Observation:
     if code in (UNKNOWN_ID, FINISHED):
         return Observation(N.GONE, "PBS no longer lists the job")
     lines = [line.strip() for line in text.splitlines() if re.match(r"[\w<]", line.strip())]
-    last = lines[-1] if lines else f"qstat exited with {code}"
+    last = lines[-1] if lines else f"qstat ended with code {code}"
     return Observation(N.UNKNOWN, f"PBS does not answer: {last}")
 
 

@@ -43,11 +43,11 @@ REJECTIONS = {
     160: (Code.PBS_UNREACHABLE, "unknown server name", "set PBS_SERVER in /etc/pbs.conf or in the environment"),
     162: (Code.PBS_UNREACHABLE, "the server does not answer", ""),
     166: (Code.PBS_INVALID_VALUE, "invalid value", "qstat -Qf shows the limits of the queues, pbsnodes -a the resources of the hosts"),
-    170: (Code.PBS_INVALID_QUEUE, "unknown queue", ""),
+    170: (Code.PBS_INVALID_QUEUE, "no such queue", ""),
     173: (Code.PBS_QUEUE_DISABLED, "the queue is disabled", ""),
     174: (Code.PBS_ACCESS_DENIED, "no permission to use this queue", ""),
     175: (Code.PBS_ACCESS_DENIED, "no permission to submit from this host", "submit from a login node, not as root"),
-    187: (Code.PBS_UNKNOWN_RESOURCE, "unknown resource", ""),
+    187: (Code.PBS_UNKNOWN_RESOURCE, "no such resource", ""),
     188: (Code.PBS_RESOURCE_LIMIT, "the request exceeds a limit of the queue or server", "qstat -Qf shows the limits of the queues"),
     193: (Code.PBS_REJECTED, "the host rejected the job", ""),
     197: (Code.PBS_INVALID_GROUP, "invalid group", ""),
@@ -132,7 +132,7 @@ def _end_reason(code: object, comment: str, deleted_by: re.Match[str] | None) ->
         return f"PBS could not run it (Exit_status {code}){': ' + comment if comment else ''}"
     if isinstance(code, int) and code > 256:
         return f"it was killed by signal {code - 256}"
-    return f"it exited with {code}" if isinstance(code, int) else "PBS no longer lists the job"
+    return f"it ended with code {code}" if isinstance(code, int) else "PBS no longer lists the job"
 
 
 # -- the user's options for qsub
@@ -217,7 +217,7 @@ def parse_select(text: str) -> tuple[str, ...]:
             count, chunk = "1", part
         if not count.isdigit() or not 0 < int(count) <= MOST_NODES:
             raise UsageError(
-                f"invalid `select={text[:80]}`",
+                f"`select={text[:80]}` cannot be used",
                 hint="select=4:ncpus=16:mem=64gb",
                 code=Code.PBS_INVALID_SELECT,
             )
@@ -232,7 +232,7 @@ def parse_nodes(text: str) -> tuple[str, ...]:
         match = re.fullmatch(r"(\d+)(?::ppn=(\d+))?", part)
         if not match or int(match[1]) > MOST_NODES:
             raise UsageError(
-                f"invalid `nodes={text[:80]}`",
+                f"`nodes={text[:80]}` cannot be used",
                 hint="-l nodes=2:ppn=4, or -l select=2:ncpus=4",
                 code=Code.PBS_INVALID_SELECT,
             )
