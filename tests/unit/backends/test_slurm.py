@@ -104,7 +104,9 @@ def test_a_job_that_waits_knows_its_place() -> None:
 
 def test_a_job_that_waits_says_when_if_slurm_knows() -> None:
     seen = observe("PENDING|Priority|2026-03-04T05:06:07|")
-    assert seen.reason == "waits for jobs of higher priority (Priority), expected to start 2026-03-04 05:06:07"
+    assert (
+        seen.reason == "waits for jobs of higher priority (Priority), expected to start 2026-03-04 05:06:07"
+    )
 
 
 @pytest.mark.parametrize(("reason", "words"), states.NEVER.items())
