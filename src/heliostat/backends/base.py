@@ -190,10 +190,7 @@ class Backend(ABC):
     takes_options: ClassVar[bool] = False  # a scheduler accepts its own options from the command line
     long_options: ClassVar[frozenset[str]] = frozenset()  # the scheduler's known long options, without dashes
     reserved_short_options: ClassVar[tuple[str, ...]] = ()  # the scheduler's options that Heliostat also has
-    poll_interval: ClassVar[tuple[float, float]] = (
-        0.5,
-        10.0,
-    )  # seconds between queries: after a change, maximum
+    poll_interval: ClassVar[tuple[float, float]] = (0.5, 10.0)  # seconds: after a change, and at most
     questions: ClassVar[Mapping[str, Question]] = {}  # the checks of `doctor`, by name
 
     def checks(self, spec: ClusterSpec | None, host: Transport) -> list[Check]:

@@ -133,7 +133,7 @@ def _member_config(request: LaunchRequest, member: Member) -> dict[str, Any]:
 
 
 class Batch(Backend):
-    """A backend whose nodes are jobs of a scheduler. Subclasses implement `observe`, `execute` and the abstract methods below."""
+    """A backend whose nodes are jobs of a scheduler. Subclasses implement `observe` and the abstract methods below."""
 
     takes_options: ClassVar[bool] = True
     programs: ClassVar[tuple[str, ...]] = ()  # required to submit, list and cancel jobs

@@ -290,37 +290,32 @@ class Launcher(Platform):
         return answer
 
     def platform_status(
-        self, handle: Handle, nodes: Sequence[NodeRecord], before: Mapping[str, Any], host: Transport
+        self, handle: Handle, members: Sequence[NodeRecord], before: Mapping[str, Any], host: Transport
     ) -> PlatformStatus:
         operation, words = about.operation(handle)
         settled = bool(before) and all(one.get("state") == N.READY for one in before.values())
-        seen, named, head, table = self._see(handle, nodes, before, host, LATER_S if settled else SOON_S)
+        seen, named, head, table = self._see(handle, members, before, host, LATER_S if settled else SOON_S)
         if settled and not {one.get("internal_ip") for one in named.values()} <= (table or {}).keys():
-            seen, named, head, table = self._see(handle, nodes, before, host, 0)  # something has changed
-        statuses = {}
-        for name, role, group in about.roll(handle, nodes, named):
+            seen, named, head, table = self._see(handle, members, before, host, 0)  # something has changed
+        nodes = {}
+        for name, role, group in about.roll(handle, members, named):
             state, reason = about.judge(
                 named.get(name), role, operation, words, table, before.get(name) or {}, seen
             )
-            if state is N.GONE and role != "head" and name not in {node.name for node in nodes}:
+            if state is N.GONE and role != "head" and name not in {member.name for member in members}:
                 continue  # it came with demand, and went with it
             one = named.get(name) or {}
             if state is N.READY:
                 reason = prices.one(*(handle.detail["instances"].get(one.get("type")) or ("instance", False)))
             told = {"state": str(state), "reason": reason, "role": role, "group": group}
-            statuses[name] = {
-                **told,
-                "ip": one.get("internal_ip"),
-                "host": one.get("id"),
-                "id": one.get("id"),
-            }
+            nodes[name] = {**told, "ip": one.get("internal_ip"), "host": one.get("id"), "id": one.get("id")}
         self._keep_alive(handle, head)
         # a dashboard that is slow for once does not take the address away
         was_up = any(
             one.get("role") == "head" and one.get("state") in (N.READY, N.LOST) for one in before.values()
         )
         known = head is not None and (table is not None or was_up)
-        return PlatformStatus(statuses, about.connection(handle, head) if head and known else None)
+        return PlatformStatus(nodes, about.connection(handle, head) if head and known else None)
 
     def _see(
         self,
@@ -424,7 +419,7 @@ class Launcher(Platform):
         return there.run(["bash", "-c", script, f"{handle.detail['home']}/env.sh", *argv], timeout=RUN_S)
 
     def logs(
-        self, handle: Handle, node: str, status: Mapping[str, Any], known: Mapping[str, int], host: Transport
+        self, handle: Handle, node: str, told: Mapping[str, Any], known: Mapping[str, int], host: Transport
     ) -> dict[str, bytes]:
         """What the launcher said is in the head's folder already."""
         try:
@@ -464,8 +459,8 @@ class Launcher(Platform):
             hint="heliostat down, and up again",
         )
 
-    def replace_node(self, handle: Handle, node: str, status: Mapping[str, Any], host: Transport) -> None:
-        if status.get("role") == "head":
+    def replace_node(self, handle: Handle, node: str, told: Mapping[str, Any], host: Transport) -> None:
+        if told.get("role") == "head":
             raise UsageError("the head cannot be replaced alone", hint="heliostat restart, without --node")
         operation = {"do": "drop", "config": handle.detail["config"], "ids": [self._node(handle, node)["id"]]}
         self._ask(operation, Path(handle.detail["folder"]), host, LOOK_S)

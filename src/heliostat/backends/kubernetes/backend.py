@@ -120,13 +120,13 @@ class Kubernetes(Platform):
             handle = replace(handle, detail={**handle.detail, **limit})
         yield handle
 
-    def find_orphans(self, cluster_id: str | None, spec: ClusterSpec, host: Transport) -> list[Handle]:
+    def find_orphans(self, mark: str | None, spec: ClusterSpec, host: Transport) -> list[Handle]:
         from heliostat.config.spec import members
 
         table = spec.backend_tables.get(self.name, {})
         api = kube.connect(table.get("kubeconfig"), table.get("context"))
         namespace = table.get("namespace") or api.namespace
-        selector = f"{kube.LABEL}={cluster_id}" if cluster_id else kube.LABEL
+        selector = f"{kube.LABEL}={mark}" if mark else kube.LABEL
         found = []
         for kind in PLURALS:
             listed = api.call("GET", _place(namespace, kind), query={"labelSelector": selector})
@@ -340,9 +340,9 @@ class Kubernetes(Platform):
         finally:
             cluster.stale()
 
-    def replace_node(self, handle: Handle, node: str, status: Mapping[str, Any], host: Transport) -> None:
+    def replace_node(self, handle: Handle, node: str, told: Mapping[str, Any], host: Transport) -> None:
         cluster = self._cluster(handle)
-        cluster.delete_pod(str(status["id"]))
+        cluster.delete_pod(str(told["id"]))
         cluster.stale()
 
     def started_job(self, handle: Handle, job: str, host: Transport) -> None:
@@ -372,16 +372,16 @@ class Kubernetes(Platform):
         return replace(done, argv=tuple(argv))
 
     def logs(
-        self, handle: Handle, node: str, status: Mapping[str, Any], known: Mapping[str, int], host: Transport
+        self, handle: Handle, node: str, told: Mapping[str, Any], known: Mapping[str, int], host: Transport
     ) -> Mapping[str, bytes]:
         cluster = self._cluster(handle)
-        if not status.get("id"):
+        if not told.get("id"):
             return {}
         ray = None
-        if status.get("state") == "READY":
+        if told.get("state") == "READY":
             made, _ = cluster.look()
             ray = self._ray(handle, self._token(handle, cluster, made) if made else None)
-        return pod_logs(_api(handle), cluster.namespace, status, known, ray)
+        return pod_logs(_api(handle), cluster.namespace, told, known, ray)
 
     def _cluster(self, handle: Handle) -> Cluster:
         key = str(handle.detail["uid"])

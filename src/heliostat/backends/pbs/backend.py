@@ -132,8 +132,8 @@ class Pbs(batch.Batch):
     def _plan_job(self, request: LaunchRequest) -> Plan:
         from heliostat.remote.start_script import agent_script
 
-        if "stranger" in request.facts:
-            raise not_pbs_error(request.facts["stranger"])
+        if "not_pbs" in request.facts:
+            raise not_pbs_error(request.facts["not_pbs"])
         qsub_options = _resolve_options(request)
         request = _with_chunk_sizes(request, qsub_options)
         limit = _walltime_option(qsub_options) or batch.parse_time(request.options.time, "pbs.time")

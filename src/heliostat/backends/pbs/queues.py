@@ -31,7 +31,7 @@ def find_qstat(host: Transport) -> list[tuple[str, str]]:
 
 
 def survey(host: Transport) -> dict[str, Any]:
-    """{"bin", "dialect", "queues", "queue"}; {"stranger": outputs} if no `qstat` is PBS's; {} if there is none.
+    """{"bin", "dialect", "queues", "queue"}; {"not_pbs": outputs} if no `qstat` is PBS's; {} if there is none.
 
     Raises HeliostatError if the host or PBS does not answer."""
     found = find_qstat(host)
@@ -39,7 +39,7 @@ def survey(host: Transport) -> dict[str, Any]:
         return {}  # `--dry-run` works without PBS; `launch` reports the missing programs
     index, dialect = identify_qstat([text for _, text in found])
     if index < 0:
-        return {"stranger": [text for _, text in found]}
+        return {"not_pbs": [text for _, text in found]}
     directory = found[index][0]
     facts: dict[str, Any] = {"bin": directory, "dialect": dialect}
     if dialect == "pbs":
