@@ -100,7 +100,7 @@ def test_what_was_launched_is_not_forgotten(
 ) -> None:
     """Its jobs may run: where they cannot be asked for, the record stays."""
     world.life().up(world.spec())
-    for name in ("END_S", "CANCEL_S"):
+    for name in ("STOP_TIMEOUT_S", "CANCEL_TIMEOUT_S"):
         monkeypatch.setattr(batch, name, 0.2)
     with monkeypatch.context() as patch:
         patch.setenv("PATH", os.defpath if not shutil.which("squeue", path=os.defpath) else str(tmp_path))

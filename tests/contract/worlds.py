@@ -224,14 +224,14 @@ class BatchWorld(LocalWorld):
     orphans_end: ClassVar[bool] = False
     programs: ClassVar[tuple[str, ...]]
     starter: ClassVar[bytes]  # of the other nodes' agents
-    patience: ClassVar[tuple[float, float]] = (batch.END_S, batch.CANCEL_S)
+    patience: ClassVar[tuple[float, float]] = (batch.STOP_TIMEOUT_S, batch.CANCEL_TIMEOUT_S)
 
     def __init__(self, home: Path, folder: Path) -> None:
         super().__init__(home, folder)
         put_on_path(folder, FAKE, *self.programs)
         for name in ("refuse-launch", "refuse-cancel"):
             (folder / name).unlink(missing_ok=True)
-        batch.END_S, batch.CANCEL_S = self.patience
+        batch.STOP_TIMEOUT_S, batch.CANCEL_TIMEOUT_S = self.patience
 
     def queue_job(self, number: int) -> None:
         """The job with this number (1 is the first) stays in the queue."""
@@ -261,7 +261,7 @@ class BatchWorld(LocalWorld):
 
     def refuse_cancel(self) -> None:
         (self.folder / "refuse-cancel").touch()
-        batch.END_S = batch.CANCEL_S = 0.5
+        batch.STOP_TIMEOUT_S = batch.CANCEL_TIMEOUT_S = 0.5
 
     def is_ours(self, words: bytes) -> bool:
         return words.endswith((b".sh", b"node")) and self.starter not in words

@@ -183,7 +183,7 @@ def test_a_script_that_fails(platform: Platform) -> None:
 def test_a_cluster_that_cannot_be(platform: Platform) -> None:
     """What SLURM refuses is told in Heliostat's words; nobody waits for the dashboard."""
     code, out, found = platform.run("slurm", slurm={"nodes": 9, "time": "00:10:00"})
-    assert code == 1 and "has 3 nodes, 9 are asked for" in out, out
+    assert code == 1 and "has 3 nodes, 9 are requested" in out, out
     states = {name: about["state"] for name, about in found["jobs"].items()}
     assert states["cluster"] == "error" and states["ready"] == "canceled" and states["session"] == "canceled"
 

@@ -182,9 +182,9 @@ def test_a_cluster_that_stays(lab: PbsLab) -> None:
     ("words", "said"),
     [
         (["-q", "nosuch"], "there is no queue `nosuch`"),
-        (["-q", "shut"], "the queue `shut` takes no jobs now"),
-        (["-q", "short", "--nodes", "3"], "lets one job have 2 nodes, 3 are asked for"),
-        (["-q", "short", "--time", "2h"], "lets a job run 5m at most"),
+        (["-q", "shut"], "the queue `shut` is disabled"),
+        (["-q", "short", "--nodes", "3"], "allows 2 nodes per job, 3 are requested"),
+        (["-q", "short", "--time", "2h"], "allows jobs of at most 5m"),
         (["-o", "x"], "`-o` is set by Heliostat"),
         (["--gpus-per-node", "1"], "no such resource"),
         (["--nodes", "9"], "it can never run: Not enough total nodes available"),
@@ -247,7 +247,7 @@ def test_a_held_job_that_is_released_and_one_that_is_deleted(lab: PbsLab, words:
     for act in ("qrls", "qdel"):
         going = lab.start("up", *words, "--name", "lab", "-f", "held.yaml")
         job = str(wait_for("a job", lambda: lab.queue() and lab.queue()[0])).split()[0]
-        becomes(lab, "it is held", lambda now: now["head"] == ("QUEUED", "is held; qrls lets it go"))
+        becomes(lab, "it is held", lambda now: now["head"] == ("QUEUED", "is held; qrls releases it"))
         ok(lab.run(act, job))
         _out, err = going.communicate(timeout=180)
         assert going.returncode == (0 if act == "qrls" else 1), err

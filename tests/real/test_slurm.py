@@ -91,12 +91,12 @@ def test_the_printed_script_runs_by_hand(lab: Lab) -> None:
     [
         (["--partition=nosuch"], "there is no partition `nosuch`"),
         (["--partition=shut"], "the partition `shut` is down"),
-        (["--nodes", "9"], "has 3 nodes, 9 are asked for"),
-        (["--time", "2h"], "lets a job run 1h at most"),
-        (["--partition=tiny", "--nodes", "2"], "has 1 node, 2 are asked for"),
+        (["--nodes", "9"], "has 3 nodes, 9 are requested"),
+        (["--time", "2h"], "allows jobs of at most 1h"),
+        (["--partition=tiny", "--nodes", "2"], "has 1 node, 2 are requested"),
         (["--time", "30"], "30m"),
         (["--output=x"], "`--output` is set by Heliostat"),
-        (["--gres=gpu:nosuch:1", "--time", "5m"], "SLURM did not take the job"),
+        (["--gres=gpu:nosuch:1", "--time", "5m"], "Slurm rejected the job"),
     ],
 )
 def test_what_can_never_run_is_said_at_once(lab: Lab, words: list[str], said: str) -> None:

@@ -181,7 +181,7 @@ def test_a_controller_that_is_silent_for_a_while(lab: Lab, words: list[str]) -> 
     assert going.returncode == 0, err
     lab.root("ctl", "kill", "-STOP", controller)
     said = status(lab)
-    assert said["state"] == "unknown" and "SLURM does not answer" in said["head"][1], said
+    assert said["state"] == "unknown" and "Slurm does not answer" in said["head"][1], said
     assert lab.heliostat("env", "lab").rc == 0, "whoever only wants to work can"
     going = lab.start("down", "lab")
     time.sleep(5)

@@ -126,7 +126,7 @@ def test_run_over_ipv6(lab: Lab) -> None:
     lab.put("lab.yaml", json.dumps(spec))
     done = lab.heliostat("run", "-f", "lab.yaml", "hello.py", "x")
     assert done.rc == 7 and "nodes ['n1', 'n2', 'n3']" in done.out and "beside me" in done.out, done.err
-    assert "what the command wrote is on n1" in done.err
+    assert "the command's files are on n1" in done.err
 
 
 def test_machines_that_come_later(lab: Lab) -> None:

@@ -1,18 +1,20 @@
-"""The seam: what a site must promise. The rest of Heliostat knows no site by name.
+"""The interface of a backend: the base classes `Backend` and `Platform`, and the types that they exchange with the core.
 
-Light on purpose: `ls` imports it, so nothing here needs pydantic. A site's options are a plain frozen dataclass, which
-pydantic checks where a file or a flag is read.
+`ls` imports this module, so it must import quickly: no pydantic. A backend's options are a plain frozen dataclass;
+pydantic validates them when a file or an option is read.
 """
 
 from __future__ import annotations
 
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from heliostat.common.errors import Code, HeliostatError
+from heliostat.common.errors import Code, HeliostatError, UsageError
+from heliostat.common.limits import MOST_NODES
 from heliostat.state.states import NodeState
 
 if TYPE_CHECKING:
@@ -21,13 +23,13 @@ if TYPE_CHECKING:
     from heliostat.state.records import NodeRecord
 
 
-FIND_S = 20.0  # to find programs on a machine
-RUN_S = 24 * 3600.0  # for a command on a node: a person ends it with Ctrl-C
+FIND_PROGRAMS_S = 20.0  # time limit of the search for programs on a host
+RUN_S = 24 * 3600.0  # time limit of a command on a node; the user stops it with Ctrl-C
 
 
 @dataclass(frozen=True)
 class File:
-    """A file that the plan writes into the cluster's folder before anything starts."""
+    """A file that the core writes into the cluster's directory before `launch`."""
 
     path: Path
     text: str
@@ -36,7 +38,7 @@ class File:
 
 @dataclass(frozen=True)
 class Step:
-    """One thing that is started or submitted, and the nodes that come with it. `config` goes to the agents."""
+    """One command that `launch` runs, and the nodes that it starts. `config` is the config of their agents."""
 
     argv: tuple[str, ...]
     nodes: tuple[str, ...]
@@ -45,36 +47,32 @@ class Step:
 
 @dataclass(frozen=True)
 class Plan:
-    """Exactly what will be written and run; `--dry-run` prints it."""
+    """The files that are written and the commands that are run; `--dry-run` prints them."""
 
     files: tuple[File, ...]
     steps: tuple[Step, ...]
-    notes: tuple[str, ...] = ()  # what a person should know before: what it costs
+    notes: tuple[str, ...] = ()  # printed before the launch, e.g. the cost
 
 
 @dataclass(frozen=True)
 class LaunchRequest:
-    """What to plan: these members of this cluster, below this folder. `config` is what every agent of it is told."""
+    """The input of `plan`: members of a cluster, their options, and the cluster's directory."""
 
     spec: ClusterSpec
     options: Any
     members: Sequence[Member]
     folder: Path
     agent: Path
-    config: Mapping[str, Any]
-    python: str = sys.executable  # what runs the agent where the environment names nothing else
-    group_options: Mapping[str, Any] = field(default_factory=dict)  # a group's own, in place of `options`
-    facts: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # what `survey` saw; of a running cluster also its head
-    files: Mapping[str, bytes] = field(
-        default_factory=dict
-    )  # what the agents need where they do not see our folder
+    config: Mapping[str, Any]  # the part of the config that all agents of the cluster share
+    python: str = sys.executable  # runs the agent if the environment does not define a Python
+    group_options: Mapping[str, Any] = field(default_factory=dict)  # replace `options` for these groups
+    facts: Mapping[str, Any] = field(default_factory=dict)  # from `survey`; of a running cluster also "head"
+    files: Mapping[str, bytes] = field(default_factory=dict)  # to copy to nodes that do not see `folder`
 
 
 @dataclass(frozen=True)
 class Handle:
-    """Something that was started, by the other party's name for it; remembered in the record."""
+    """What `launch` started, by the backend's own id for it (a job, a process, an object). The record stores it."""
 
     native_id: str
     nodes: tuple[str, ...]
@@ -90,36 +88,38 @@ class Handle:
 
 @dataclass(frozen=True)
 class Observation:
-    """What the other party says of a handle: QUEUED, ALLOCATED (it runs), STOPPING, GONE, UNKNOWN, or FAILED (it can never
-    run), with its own word."""
+    """The state of a handle as the backend reports it.
+
+    QUEUED, ALLOCATED (it runs), STOPPING, GONE, UNKNOWN (no answer, or an unknown native state), or FAILED (it can never run).
+    """
 
     state: NodeState
     reason: str = ""
     native_state: str = ""
-    report: Mapping[str, Any] = field(default_factory=dict)  # the node's own last, where its file is not here
+    report: Mapping[str, Any] = field(default_factory=dict)  # the agent's last report, if its file is remote
 
 
 @dataclass(frozen=True)
 class Check:
-    """One finding of `doctor`."""
+    """One result of `doctor`."""
 
     name: str
     verdict: str  # "ok", "warn" or "fail"
     found: str
     hint: str = ""
-    attachment: str = ""  # a whole file that the hint refers to
+    attachment: str = ""  # the text of a file that the hint refers to
 
 
 @dataclass(frozen=True)
 class Question:
-    """One thing that `doctor` asks: what is well, and what a person types where it is not. docs/troubleshooting.md lists them.
+    """One check of `doctor` as data: the expected result, and the remedy. docs/troubleshooting.md lists them.
 
-    Names and hints may have fields in braces, which the answer fills in."""
+    `name` and `hint` may contain fields in braces, which `answer` fills in."""
 
     name: str
     expected: str
     hint: str = ""
-    severity: str = "fail"  # the verdict where it is not well; "": it is only told
+    severity: str = "fail"  # the verdict of a failed check; "": the result is only printed
 
     def answer(
         self,
@@ -131,154 +131,191 @@ class Question:
         attachment: str = "",
         **fields: Any,
     ) -> Check:
-        """`bad`, `hint`: in place of ours, where the answer itself knows better."""
+        """The result of this check. `severity` and `hint` replace the defaults of the question."""
         name = self.name.format(**fields)
         if good:
             return Check(name, "ok", found)
-        said = self.hint.format(**fields) if hint is None else hint
-        return Check(name, severity or self.severity, found, said, attachment)
+        remedy = self.hint.format(**fields) if hint is None else hint
+        return Check(name, severity or self.severity, found, remedy, attachment)
 
 
-_MISSING = 'for p; do command -v -- "$p" >/dev/null 2>&1 || printf "%s\\n" "$p"; done'
+_PRINT_MISSING = 'for p; do command -v -- "$p" >/dev/null 2>&1 || printf "%s\\n" "$p"; done'
 
 
 def require_programs(programs: Sequence[str], hint: str, host: Transport) -> None:
-    """Raises HeliostatError when one of these programs is not on that machine."""
-    missing = host.run(["sh", "-c", _MISSING, "sh", *programs], timeout=FIND_S).out.split()
+    """Raise HeliostatError if one of these programs is not installed on the host."""
+    missing = host.run(["sh", "-c", _PRINT_MISSING, "sh", *programs], timeout=FIND_PROGRAMS_S).out.split()
     if missing:
         names = ", ".join(f"`{name}`" for name in missing)
         raise HeliostatError(
-            "a program that is needed is missing",
+            "a required program is missing",
             cause=f"not found: {names}",
             hint=hint,
             code=Code.PROGRAM_NOT_FOUND,
         )
 
 
-def by_name(*asked: Question) -> dict[str, Question]:
-    """By name."""
-    return {question.name: question for question in asked}
+def by_name(*questions: Question) -> dict[str, Question]:
+    """The questions as a dictionary with their names as keys."""
+    return {question.name: question for question in questions}
 
 
 @dataclass(frozen=True)
 class PlatformStatus:
-    """What is known of a cluster whose Ray the platform starts: what our own agents write into its folder elsewhere.
+    """The status of a cluster whose platform starts Ray. Other backends' agents write the same into the cluster's directory.
 
-    nodes: by our name for it, {"state", "reason", "role", "group", "ip", "host", "id": its machine's own name}; more than were asked for where they come
-    with demand. Where something of a node was restarted in place: "restarts" (how often), "restarted" (when), "restart" (a sentence). connection: as `connection.json`, once Ray's dashboard can be asked. token: where the platform made it."""
+    `nodes`: by node name, {"state", "reason", "role", "group", "ip", "host", "id": the instance's or pod's name}. It includes
+    nodes that the autoscaler added. After a restart of the node: "restarts" (how many), "restarted" (when), "restart" (a sentence).
+    `connection`: the content of `connection.json`, if Ray's dashboard is available. `token`: set if the platform generated it.
+    """
 
     nodes: Mapping[str, Mapping[str, Any]]
     connection: Mapping[str, Any] | None = None
     token: str | None = None
 
 
-class Backend(Protocol):
-    name: ClassVar[str]
-    Options: ClassVar[type]  # a frozen dataclass: the site's own table of the file
-    starts_ray: ClassVar[bool]  # True: our agent runs `ray start`; False: the platform does
-    shares_files: ClassVar[bool]  # True: the head sees the caller's folders under the same paths
-    autoscales: ClassVar[bool]  # True: nodes come and go with Ray's demand (`autoscale`)
-    most_nodes: ClassVar[int]  # that one cluster may have
-    takes_options: ClassVar[bool]  # True: there is a scheduler whose own options a person may give
-    reserved_short_options: ClassVar[
-        tuple[str, ...]
-    ]  # its scheduler's options that are flags of ours elsewhere (-q)
-    poll_interval: ClassVar[
-        tuple[float, float]
-    ]  # seconds between two questions to the site: after news, and at most
+class Backend(ABC):
+    """Where nodes come from. A backend builds argv lists and parses text; the core decides what happens to a cluster.
 
-    questions: ClassVar[Mapping[str, Question]]  # what `checks` answers
+    `host` is the transport to the host where the backend's commands run: this one, or the login node of `via`.
+    Subclasses set `name` and `Options`, and implement the abstract methods. Everything else has a default.
+    """
+
+    name: ClassVar[str]
+    Options: ClassVar[type]  # frozen dataclass: the backend's table of the spec file
+    starts_ray: ClassVar[bool] = True  # Heliostat's agent runs `ray start`; False: see `Platform`
+    shares_files: ClassVar[bool] = True  # the head sees the caller's directories under the same paths
+    autoscales: ClassVar[bool] = False  # the number of nodes can follow Ray's demand (`autoscale`)
+    most_nodes: ClassVar[int] = MOST_NODES  # limit for one cluster
+    takes_options: ClassVar[bool] = False  # a scheduler accepts its own options from the command line
+    long_options: ClassVar[frozenset[str]] = frozenset()  # the scheduler's known long options, without dashes
+    reserved_short_options: ClassVar[tuple[str, ...]] = ()  # the scheduler's options that Heliostat also has
+    poll_interval: ClassVar[tuple[float, float]] = (
+        0.5,
+        10.0,
+    )  # seconds between queries: after a change, maximum
+    questions: ClassVar[Mapping[str, Question]] = {}  # the checks of `doctor`, by name
 
     def checks(self, spec: ClusterSpec | None, host: Transport) -> list[Check]:
-        """For `doctor`; never raises."""
-        ...
+        """Run the checks in `questions`. Never raises. Default: no checks."""
+        return []
 
     def nodes_of(self, table: Mapping[str, Any]) -> int | None:
-        """How many nodes the site's own table asks for, in its own words (a select statement); None: the spec says."""
-        ...
+        """The number of nodes that the backend's own options request, e.g. a select statement of PBS.
+
+        None (the default): the options do not determine it, and the spec's `nodes` applies."""
+        return None
 
     def require(self, spec: ClusterSpec, host: Transport) -> None:
-        """Raises HeliostatError when a program or a package that `launch` needs is missing. Called before anything of a new
-        cluster is recorded."""
-        ...
+        """Raise HeliostatError if a program or package that `launch` needs is missing.
+
+        Called before anything of a new cluster is recorded. Default: nothing is required."""
+        return
 
     def survey(self, options: Any, host: Transport) -> Mapping[str, Any]:
-        """What the site has, as far as planning needs it; one quick look, {} where it does not answer."""
-        ...
+        """Facts that planning needs, such as queues and their limits. They become `LaunchRequest.facts`.
 
+        One quick query; {} if the backend does not answer. Never raises HeliostatError. Default: {}."""
+        return {}
+
+    @abstractmethod
     def plan(self, request: LaunchRequest) -> Plan:
-        """Pure. Raises UsageError for what the site cannot do."""
-        ...
+        """The files and commands that start these members. Pure: no I/O, and the same request gives the same plan.
 
+        Raises UsageError if the backend cannot run the request."""
+
+    @abstractmethod
     def launch(self, plan: Plan, request: LaunchRequest, host: Transport) -> Iterator[Handle]:
-        """Yields each handle the moment it exists, and goes on only when the caller has put it on record."""
-        ...
+        """Run the steps of the plan. Yield each handle as soon as it exists; the caller records it before the next step.
 
-    def find_orphans(self, mark: str | None, spec: ClusterSpec, host: Transport) -> Sequence[Handle]:
-        """What was launched for this cluster and may not be on record, because the one who launched it died. Empty where
-        such a thing ends by itself. Raises HeliostatError where the backend does not say. mark None: nobody has the record; whatever has the cluster's name, where the site's
-        machines remember it: "id" and "launch" of each in its detail."""
-        ...
+        Must not start a node twice if an earlier launch was interrupted. Raises HeliostatError if a step is rejected."""
 
+    def find_orphans(self, cluster_id: str | None, spec: ClusterSpec, host: Transport) -> Sequence[Handle]:
+        """Handles that were launched for this cluster and may not be recorded, because `launch` was interrupted.
+
+        `cluster_id` None: there is no record here. Return the handles of clusters with the spec's name, if the backend's hosts
+        store them, with "id" and "launch" in `detail`. Raises HeliostatError if the backend does not answer.
+        Default: none, for backends where a process without a record exits."""
+        return ()
+
+    @abstractmethod
     def observe(self, handles: Sequence[Handle], host: Transport) -> dict[str, Observation]:
-        """One question for all of them. A handle that nobody knows is GONE; silence is UNKNOWN."""
-        ...
+        """The observation of every handle, by `native_id`. Uses one query for all handles where possible.
 
+        Does not raise HeliostatError: a handle that the backend does not know is GONE; without an answer it is UNKNOWN."""
+
+    @abstractmethod
     def cancel(self, handles: Sequence[Handle], host: Transport, *, now: bool = False) -> None:
-        """Idempotent; returns when they are gone. Raises HeliostatError when something could not be stopped; PartialFailure
-        with `now` when machines that cannot be reached are given up."""
-        ...
+        """Stop everything of these handles. Idempotent; returns when the backend confirms that they are gone.
 
+        Jobs get their grace period unless `now`. Raises HeliostatError if something still runs. With `now`, raises
+        PartialFailure if the only remaining hosts are unreachable."""
+
+    @abstractmethod
     def execute(self, node: str, handle: Handle, argv: Sequence[str], host: Transport) -> Completed:
-        """The command on that node, to its end."""
-        ...
+        """Run a command on the node until it exits. Returns its output and exit code."""
 
     def collect_logs(self, handles: Sequence[Handle], folder: Path) -> Sequence[str]:
-        """The end: logs that lie elsewhere come into this folder, and what was written there goes. What a person should know."""
-        ...
+        """After the end of the cluster: copy remote logs into `folder`, and delete the cluster's remote files.
+
+        Returns notes for the user. Does not raise HeliostatError. Default: the logs are in `folder` already."""
+        return ()
 
     def reach(self, handle: Handle, host: Transport) -> Transport:
-        """The way to the node: for logs, exec and tunnels."""
-        ...
+        """A transport to the handle's host, for logs, `exec` and tunnels. Default: `host`."""
+        return host
 
 
-class Platform(Backend, Protocol):
-    """A site that starts Ray itself (`starts_ray` False): one handle is the whole cluster, and no agent of ours is there.
-    Work goes through Ray's Jobs API, that of a `run` too."""
+class Platform(Backend):
+    """A backend that starts Ray itself. One handle is the whole cluster, and no agent runs on its nodes.
 
+    Heliostat submits every job through Ray's Jobs API, the command of `run` too. In these methods, `status` is the
+    node's entry in the last `PlatformStatus.nodes`.
+    """
+
+    starts_ray: ClassVar[bool] = False
+    shares_files: ClassVar[bool] = False
+    autoscales: ClassVar[bool] = True
+
+    @abstractmethod
     def platform_status(
         self, handle: Handle, nodes: Sequence[NodeRecord], before: Mapping[str, Any], host: Transport
     ) -> PlatformStatus:
-        """How it is: of every one of these nodes, and of those that came with demand. before: what was told last, by node,
-        so that each keeps its name. Raises HeliostatError when the platform does not answer."""
-        ...
+        """The status of each of these nodes, and of nodes that the autoscaler added.
 
+        `before`: the previous `PlatformStatus.nodes`, so that every node keeps its name. Raises HeliostatError if the platform
+        does not answer."""
+
+    @abstractmethod
     def resize(self, handle: Handle, workers: Mapping[str | None, int], host: Transport) -> None:
-        """So many workers of each of these groups; None: of the one that has no name."""
-        ...
+        """Set the number of workers of these groups. The key None is the group without a name."""
 
+    @abstractmethod
     def logs(
         self, handle: Handle, node: str, status: Mapping[str, Any], known: Mapping[str, int], host: Transport
     ) -> Mapping[str, bytes]:
-        """What the node's logs have beyond the bytes that are known of each, by file name. told: of `tell`."""
-        ...
+        """New content of the node's logs, by file name. `known`: how many bytes of each file the caller has."""
 
     def limited_command(self, handle: Handle, argv: Sequence[str], host: Transport) -> Sequence[str]:
-        """The command of a `run`, so that it ends at the cluster's time limit; as it is where the platform sees to that."""
-        ...
+        """The command of `run` with the cluster's time limit added. Default: unchanged; the platform enforces the limit."""
+        return argv
 
     def started_job(self, handle: Handle, job: str, host: Transport) -> None:
-        """The command of a `run` was handed to Ray under this id: a platform that can, ends the cluster after it."""
-        ...
+        """Called after the command of `run` was submitted to Ray with this job id.
+
+        A platform that can, terminates the cluster after the job. Default: nothing."""
+        return
 
     def suspend(self, handle: Handle, host: Transport) -> None:
-        """Stops every node of the cluster; `resume` starts them again. Raises UsageError where the platform cannot."""
-        ...
+        """Stop all nodes of the cluster; `resume` starts them again. Default: raises UsageError."""
+        raise UsageError(
+            f"a cluster on `{self.name}` cannot be suspended", hint="heliostat down, then heliostat up"
+        )
 
     def resume(self, handle: Handle, host: Transport) -> None:
-        """Starts the nodes of a suspended cluster again."""
-        ...
+        """Start the nodes of a suspended cluster. Default: nothing, because no cluster can be suspended."""
+        return
 
+    @abstractmethod
     def replace_node(self, handle: Handle, node: str, status: Mapping[str, Any], host: Transport) -> None:
-        """This node ends, and the platform puts another in its place. UsageError where it does not."""
-        ...
+        """Terminate this node; the platform starts another one for it. Raises UsageError if it cannot."""

@@ -1,7 +1,7 @@
-"""What SLURM and PBS share: one job starts many nodes, and its script is the first of them.
+"""The common part of the schedulers Slurm and PBS: one job starts many nodes.
 
-The agent of the first node runs in the batch script itself, so that the scheduler's signal for the script (and only for it)
-is the agent's; it starts the agents of the other nodes, all at once. Native words become ours by table.
+The agent of the first node is the batch script itself, so it receives the scheduler's signals for the script. It starts the
+agents of the other nodes in parallel. Tables map the scheduler's states to node states.
 """
 
 from __future__ import annotations
@@ -10,14 +10,13 @@ import json
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from heliostat.backends.base import Handle, LaunchRequest, Observation, Plan, require_programs
+from heliostat.backends.base import Backend, Handle, LaunchRequest, Plan, require_programs
 from heliostat.common.errors import Code, HeliostatError, UsageError
-from heliostat.common.limits import MOST_NODES
 from heliostat.state.states import NodeState
 
 if TYPE_CHECKING:
@@ -26,19 +25,16 @@ if TYPE_CHECKING:
 
 N = NodeState
 DAY_S = 86400
-END_S = 60.0  # for the agents to end a job in order, beside the grace that the work has
-CANCEL_S = 120.0  # for the scheduler to end it after that
-AGAIN_S = 3.0  # between two words to an agent that may not have begun to listen
-OBSERVE_S = 20.0  # for a question that is asked again anyway
-
-MARGIN_S = (
-    30  # from the end of the grace to the scheduler's SIGKILL: what ending Ray and cleaning up may take
-)
-COMMAND_S = 60.0  # for one scheduler command; a slow controller is not a dead one
+STOP_TIMEOUT_S = 60.0  # for the agents to stop a job in order, in addition to the grace period
+CANCEL_TIMEOUT_S = 120.0  # for the scheduler to stop it after that
+REPEAT_STOP_S = 3.0  # between two stop requests: the agent may not handle signals yet
+OBSERVE_S = 20.0  # for a query; short, because queries are repeated
+COMMAND_S = 60.0  # for any other scheduler command; a busy controller is slow
+MARGIN_S = 30  # from the end of the grace period to the scheduler's SIGKILL, to stop Ray and clean up
 
 
-def by_group(request: LaunchRequest) -> list[LaunchRequest]:
-    """The parts that become jobs of their own, the head's first: each with its group's own options."""
+def split_by_group(request: LaunchRequest) -> list[LaunchRequest]:
+    """One request per job, the head's first, each with the options of its group."""
     groups: dict[str | None, list[Member]] = {}
     for member in request.members:
         groups.setdefault(member.group, []).append(member)
@@ -48,53 +44,56 @@ def by_group(request: LaunchRequest) -> list[LaunchRequest]:
     ]
 
 
-def suffix_of(first: str) -> str:
-    """Of a job's name and files: the first job of a cluster has none."""
-    return "" if first == "head" else f"-{first}"
+def job_suffix(first_node: str) -> str:
+    """The suffix of a job's name and files; empty for the first job of a cluster."""
+    return "" if first_node == "head" else f"-{first_node}"
 
 
-def mark_of(mark: str, suffix: str) -> str:
-    """How a job is found again by whoever did not write its id down."""
-    return f"heliostat:{mark}{suffix}"
+def job_tag(cluster_id: str, suffix: str) -> str:
+    """The tag of a job in the scheduler, which finds the job if its id was not recorded."""
+    return f"heliostat:{cluster_id}{suffix}"
 
 
-def times(request: LaunchRequest, said: int | None, most: int | None) -> tuple[int | None, int]:
-    """(the job's time limit or None for the site's own, how long before it the work is told).
+def resolve_times(
+    request: LaunchRequest, limit: int | None, queue_limit: int | None
+) -> tuple[int | None, int]:
+    """(the job's time limit or None for the queue's default, the grace period before it), in seconds.
 
-    said: by the scheduler's own words; most: what the queue allows."""
+    limit: from the scheduler's own options; the spec's `time` takes precedence. queue_limit: the maximum of the queue."""
     from heliostat.common.units import parse_duration
 
-    limit = request.spec.time or said
+    limit = request.spec.time or limit
     if limit is None and not request.config["command"]:
-        # what stays lives for a day unless somebody says otherwise, or the queue ends it sooner
-        limit = min(DAY_S, most or DAY_S)
+        limit = min(DAY_S, queue_limit or DAY_S)  # the default of a persistent cluster
     grace = parse_duration(request.options.grace)
     if limit is not None:
-        # a short job must not be told at its beginning that it ends
+        # without this, the grace period of a short job would begin at its start
         grace = max(10, min(grace, limit // 4))
     return limit, grace
 
 
-def parse_time(said: str | int | None, key: str) -> int | None:
+def parse_time(text: str | int | None, key: str) -> int | None:
+    """The time limit in seconds. Raises UsageError with the option's key."""
     from heliostat.common.units import parse_walltime
 
     try:
-        return None if said is None else parse_walltime(said)
+        return None if text is None else parse_walltime(text)
     except ValueError as error:
         raise UsageError(f"`{key}` cannot be used", cause=str(error)) from None
 
 
 def with_config(request: LaunchRequest, more: Mapping[str, object]) -> LaunchRequest:
+    """The request with keys added to the agents' config."""
     return replace(request, config={**request.config, **more})
 
 
 def job_config(request: LaunchRequest, others: Sequence[str], rank: str) -> tuple[str, str]:
     """(suffix of the job's files, the agents' config).
 
-    others: the command that starts the agents of the other nodes; rank: the variable that counts them there, from 0."""
-    suffix = suffix_of(request.members[0].name)
+    others: the command that starts the agents of the other nodes; rank: the variable with the node's index there, from 0."""
+    suffix = job_suffix(request.members[0].name)
     members = [_member_config(request, member) for member in request.members]
-    common = members[-1]["resources"]  # said once: a thousand nodes are mostly alike
+    common = members[-1]["resources"]  # written once, because most of a thousand nodes have the same
     for member in members:
         if member["resources"] == common:
             del member["resources"]
@@ -115,10 +114,10 @@ def _member_config(request: LaunchRequest, member: Member) -> dict[str, Any]:
 
     head: dict[str, Any] = {}
     if member.role == "head":
-        own = {other.name for other in request.members}
-        apart = [other.name for other in members(request.spec) if other.name not in own]
-        # groups have allocations of their own, which may be queued while the head waits for their nodes
-        head = {"role": "head", **({"queued": apart} if apart else {})}
+        in_job = {other.name for other in request.members}
+        in_other_jobs = [other.name for other in members(request.spec) if other.name not in in_job]
+        # groups have their own allocations, which may be queued while the head waits for their nodes
+        head = {"role": "head", **({"queued": in_other_jobs} if in_other_jobs else {})}
     return {
         "node": member.name,
         **head,
@@ -133,133 +132,129 @@ def _member_config(request: LaunchRequest, member: Member) -> dict[str, Any]:
     }
 
 
-class Batch:
-    """A site whose machines come by jobs of a scheduler. What differs is below each `raise NotImplementedError`."""
+class Batch(Backend):
+    """A backend whose nodes are jobs of a scheduler. Subclasses implement `observe`, `execute` and the abstract methods below."""
 
-    starts_ray: ClassVar[bool] = True
-    shares_files: ClassVar[bool] = True
-    autoscales: ClassVar[bool] = False
-    most_nodes: ClassVar[int] = MOST_NODES
     takes_options: ClassVar[bool] = True
-    reserved_short_options: ClassVar[tuple[str, ...]] = ()
-    long_options: ClassVar[frozenset[str]] = frozenset()  # of the submit command, as far as they are known
-    poll_interval: ClassVar[tuple[float, float]] = (0.5, 10.0)
-    after: ClassVar[tuple[str, ...]]  # options: not before the job HEAD begins
-    insists: ClassVar[
-        bool
-    ]  # a word that it should end may be lost, and there is a way to drop a job by force
-    name: ClassVar[str]
-    programs: ClassVar[tuple[str, ...]] = ()  # without these nothing is submitted, seen or ended
-    last_resort: ClassVar[str]  # what a person may type for a job that does not go
+    programs: ClassVar[tuple[str, ...]] = ()  # required to submit, list and cancel jobs
+    dependency_options: ClassVar[tuple[str, ...]] = ()  # submit options: start after the job HEAD has started
+    can_force: ClassVar[bool]  # a stop request may be lost, and `_stop_jobs` knows the method "force"
+    force_command: ClassVar[str]  # shown to the user if a job cannot be stopped
 
-    def _job(self, request: LaunchRequest) -> Plan:
-        """One job for these members."""
-        raise NotImplementedError
+    @abstractmethod
+    def _plan_job(self, request: LaunchRequest) -> Plan:
+        """The plan of one job that starts these members."""
 
-    def _place(self, request: LaunchRequest) -> dict[str, Any]:
-        """What is needed to find a job of this order again, beside its id."""
-        raise NotImplementedError
+    @abstractmethod
+    def _list_tagged_jobs(self, scope: Mapping[str, Any], host: Transport) -> list[tuple[str, str]]:
+        """The user's jobs in the queue: (id, tag). Raises HeliostatError if the scheduler does not answer."""
 
-    def _marked(self, place: Mapping[str, Any], host: Transport) -> list[tuple[str, str]]:
-        """My jobs in the queue: (id, mark). Raises HeliostatError when the scheduler does not say."""
-        raise NotImplementedError
-
+    @abstractmethod
     def _submit(self, argv: Sequence[str], request: LaunchRequest, host: Transport) -> str:
-        """The job's id."""
-        raise NotImplementedError
+        """Submit a job and return its id. Raises HeliostatError if the scheduler rejects it."""
 
-    def observe(self, handles: Sequence[Handle], host: Transport) -> dict[str, Observation]:
-        raise NotImplementedError
+    @abstractmethod
+    def _stop_jobs(self, handles: Sequence[Handle], host: Transport, method: str) -> None:
+        """method: "request" (the agent stops all nodes in order), "kill" (the scheduler does), "force" (it drops the job)."""
 
-    def _end(self, handles: Sequence[Handle], host: Transport, how: str) -> None:
-        """how: `ask` (its agent ends all in order), `kill` (the scheduler ends it), `force` (it forgets the job)."""
-        raise NotImplementedError
+    def _job_scope(self, request: LaunchRequest) -> dict[str, Any]:
+        """What the scheduler's commands need besides the job's id, e.g. the Slurm cluster. Stored in the handle's detail."""
+        return {}
 
     def _controller_start(self, handles: Sequence[Handle], host: Transport) -> str | None:
-        """When the controller of these jobs started, in its own format; None: it does not answer. A scheduler that writes the end of a job
-        to disk before it reports it has no need to tell."""
+        """When the controller of these jobs started, in its own format; None if it does not answer.
+
+        Default: a constant, for schedulers that write the end of a job to disk before they report it."""
         return ""
 
     def require(self, spec: ClusterSpec, host: Transport) -> None:
-        require_programs(
-            self.programs,
-            f"run heliostat where they are, or `{self.name}: {{via: user@login}}` in the file",
-            host,
-        )
+        hint = f"run heliostat on a login node, or set `{self.name}: {{via: user@login}}` in the file"
+        require_programs(self.programs, hint, host)
 
     def plan(self, request: LaunchRequest) -> Plan:
-        """One job for the head and the plain workers, one for each group of workers: a group has its own queue, its own
-        place in it, and is not waited for by the rest."""
-        jobs = [self._job(part) for part in by_group(request)]
-        first, *rest = (step for job in jobs for step in job.steps)
-        after = [replace(step, argv=(*step.argv[:-1], *self.after, step.argv[-1])) for step in rest]
-        steps = (first, *(after if request.members[0].role == "head" else rest))
-        return Plan(tuple(file for job in jobs for file in job.files), steps)
+        """One job for the head and the workers without a group, and one job per group: each waits in its own queue."""
+        jobs = [self._plan_job(part) for part in split_by_group(request)]
+        first, *others = (step for job in jobs for step in job.steps)
+        if request.members[0].role == "head":
+            others = [
+                replace(step, argv=(*step.argv[:-1], *self.dependency_options, step.argv[-1]))
+                for step in others
+            ]
+        return Plan(tuple(file for job in jobs for file in job.files), (first, *others))
 
     def launch(self, plan: Plan, request: LaunchRequest, host: Transport) -> Iterator[Handle]:
-        place, head = self._place(request), ""
+        scope, head = self._job_scope(request), ""
         for step in plan.steps:
-            argv = [word.replace("HEAD", head) if word == self.after[-1] else word for word in step.argv]
-            job = self._find(request, step.nodes, host) or self._submit(argv, request, host)
+            dependency = self.dependency_options[-1:]
+            argv = [arg.replace("HEAD", head) if arg in dependency else arg for arg in step.argv]
+            job = self._find_submitted(request, step.nodes, host) or self._submit(argv, request, host)
             head = head or job
-            yield Handle(job, step.nodes, {**place, "folder": request.folder.as_posix(), **step.config})
+            yield Handle(job, step.nodes, {**scope, "folder": request.folder.as_posix(), **step.config})
 
-    def _find(self, request: LaunchRequest, nodes: Sequence[str], host: Transport) -> str | None:
-        """A job of ours that an interrupted `up` submitted and could not write down."""
-        wanted = mark_of(request.config["mark"], suffix_of(nodes[0]))
+    def _find_submitted(self, request: LaunchRequest, nodes: Sequence[str], host: Transport) -> str | None:
+        """The id of a job that an interrupted `up` submitted and did not record."""
+        wanted = job_tag(request.config["mark"], job_suffix(nodes[0]))
         try:
-            jobs = self._marked(self._place(request), host)
+            jobs = self._list_tagged_jobs(self._job_scope(request), host)
         except HeliostatError:
-            return None  # whoever submits is told why
-        return next((job for job, mark in jobs if mark == wanted), None)
+            return None  # the submit command reports the cause
+        return next((job for job, tag in jobs if tag == wanted), None)
 
-    def _strays(self, mark: str | None, place: Mapping[str, Any], host: Transport) -> list[Handle]:
-        if mark is None:
-            return []  # the record is in the home that the whole site shares
-        wanted = mark_of(mark, "")
-        found = [j for j, m in self._marked(place, host) if m == wanted or m.startswith(wanted + "-")]
-        return [Handle(job, (), place) for job in found]
+    def find_orphans(self, cluster_id: str | None, spec: ClusterSpec, host: Transport) -> list[Handle]:
+        return self._find_orphans(cluster_id, {}, host)
+
+    def _find_orphans(
+        self, cluster_id: str | None, scope: Mapping[str, Any], host: Transport
+    ) -> list[Handle]:
+        if cluster_id is None:
+            return []  # the record is in the shared home
+        wanted = job_tag(cluster_id, "")
+        jobs = self._list_tagged_jobs(scope, host)
+        return [Handle(job, (), scope) for job, tag in jobs if tag == wanted or tag.startswith(wanted + "-")]
 
     def cancel(self, handles: Sequence[Handle], host: Transport, *, now: bool = False) -> None:
-        """Tells the first node's agent, which ends all in order; what is still there after that is ended hard."""
+        """Requests a stop from the first node's agent, which stops all nodes in order; then kills the jobs that remain."""
         seen = self.observe(handles, host) if handles else {}
-        states = [(h, seen[h.native_id].state) for h in _once(handles)]
+        states = [(h, seen[h.native_id].state) for h in _deduplicate(handles)]
         if all(state is N.GONE for _, state in states):
             return
-        waiting = [h for h, state in states if state in (N.QUEUED, N.FAILED)]
+        pending = [h for h, state in states if state in (N.QUEUED, N.FAILED)]
         running = [h for h, state in states if state in (N.ALLOCATED, N.UNKNOWN)]
         grace = max([float(h.detail.get("grace_s") or 0) for h in handles], default=0.0)
-        ways = [("ask", END_S + grace)] if running and not now else []
-        ways += [("kill", CANCEL_S), *([("force", CANCEL_S)] if self.insists else [])]
+        methods = [("request", STOP_TIMEOUT_S + grace)] if running and not now else []
+        methods += [("kill", CANCEL_TIMEOUT_S), *([("force", CANCEL_TIMEOUT_S)] if self.can_force else [])]
         started = self._controller_start(handles, host)
-        if waiting:
-            self._end(waiting, host, "kill")
-        for how, seconds in ways:
+        if pending:
+            self._stop_jobs(pending, host, "kill")
+        for method, timeout_s in methods:
             if running:
-                self._end(running, host, how)
-            if self._gone(handles, host, seconds, how if self.insists and running else "", started):
+                self._stop_jobs(running, host, method)
+            repeat = self.can_force and bool(running) and method == "request"
+            if self._wait_until_gone(handles, host, timeout_s, repeat, started):
                 return
-        left = [h.native_id for h in self._living(handles, host)]
+        left = [h.native_id for h in self._remaining(handles, host)]
         raise HeliostatError(
-            "some jobs could not be ended",
+            "some jobs could not be stopped",
             cause=f"still in the queue: {', '.join(left)}",
-            hint=f"{self.last_resort} {' '.join(left)}",
+            hint=f"{self.force_command} {' '.join(left)}",
             code=Code.SCHEDULER_JOBS_LEFT,
         )
 
-    def _living(self, handles: Sequence[Handle], host: Transport) -> list[Handle]:
+    def _remaining(self, handles: Sequence[Handle], host: Transport) -> list[Handle]:
         seen = self.observe(handles, host) if handles else {}
-        return [h for h in _once(handles) if seen[h.native_id].state is not N.GONE]
+        return [h for h in _deduplicate(handles) if seen[h.native_id].state is not N.GONE]
 
-    def _gone(
-        self, handles: Sequence[Handle], host: Transport, seconds: float, again: str, started: str | None
+    def _wait_until_gone(
+        self, handles: Sequence[Handle], host: Transport, timeout_s: float, repeat: bool, started: str | None
     ) -> bool:
-        """again: how those that run are told once more now and then; started: when the controller did, before we told it
-        anything. One that was killed may have forgotten the end of a job, and what it was told: it is asked again."""
+        """Whether the jobs are gone before the timeout. `repeat`: send the stop request again at intervals.
+
+        `started`: the start of the controller before the first command. A controller that crashed and restarted may have lost
+        the end of a job, or a command: its answer is verified, and jobs that run again are killed."""
         now = time.monotonic()
-        deadline, told, pause = now + seconds, now, 0.2
+        deadline, last_stop, pause = now + timeout_s, now, 0.2
         while True:
-            left = self._living(handles, host)
+            left = self._remaining(handles, host)
             current = self._controller_start(handles, host) if not left else started
             if not left and current is not None and current == started:
                 return True
@@ -267,90 +262,83 @@ class Batch:
                 return False
             if not left and current is not None:
                 started = current
-                left = self._living(handles, host)
+                left = self._remaining(handles, host)
                 if left:
-                    self._end(left, host, "kill")
-                    told = time.monotonic()
-            if again == "ask" and time.monotonic() - told > AGAIN_S:
-                told = time.monotonic()
-                self._end(left, host, again)
+                    self._stop_jobs(left, host, "kill")
+                    last_stop = time.monotonic()
+            if repeat and time.monotonic() - last_stop > REPEAT_STOP_S:
+                last_stop = time.monotonic()
+                self._stop_jobs(left, host, "request")
             time.sleep(pause)
             pause = min(2.0, pause * 1.3)
 
-    def collect_logs(self, handles: Sequence[Handle], folder: Path) -> list[str]:
-        return []  # it is here already
-
-    def reach(self, handle: Handle, host: Transport) -> Transport:
-        return host
+    def execute(self, node: str, handle: Handle, argv: Sequence[str], host: Transport) -> Completed:
+        return execute_through_agent(node, str(handle.detail["folder"]), argv, host)
 
 
-def _once(handles: Sequence[Handle]) -> list[Handle]:
+def _deduplicate(handles: Sequence[Handle]) -> list[Handle]:
     return list({h.native_id: h for h in handles}.values())
 
 
-def ask(host: Transport, argv: Sequence[str]) -> Completed:
-    """One scheduler command."""
-    return host.run(list(argv), timeout=COMMAND_S)
-
-
-def retry(
-    attempt: Callable[[], Completed], passing: re.Pattern[str], seconds: float = 120.0, pause: float = 1.0
+def run_with_retries(
+    argv: Sequence[str], host: Transport, transient: re.Pattern[str], timeout_s: float = 120.0
 ) -> Completed:
-    """Tries again, ever more patiently, while the scheduler says something that passes by itself."""
-    deadline = time.monotonic() + seconds
+    """Run a scheduler command. While its output matches a transient error, repeat it with increasing pauses."""
+    deadline, pause = time.monotonic() + timeout_s, 1.0
     while True:
-        done = attempt()
-        if done.code == 0 or not passing.search(done.err + done.out) or time.monotonic() + pause > deadline:
+        done = host.run(list(argv), timeout=COMMAND_S)
+        if done.code == 0 or not transient.search(done.err + done.out) or time.monotonic() + pause > deadline:
             return done
         time.sleep(pause)
         pause = min(15.0, pause * 2)
 
 
-def refused(done: Completed, message: str, code: str, hint: str = "") -> HeliostatError:
-    words = [line.strip() for line in (done.err or done.out).splitlines() if line.strip()]
+def rejection_error(done: Completed, message: str, code: str, hint: str = "") -> HeliostatError:
+    """The error for a scheduler command that failed; its last two lines are the cause."""
+    lines = [line.strip() for line in (done.err or done.out).splitlines() if line.strip()]
     return HeliostatError(
-        message, cause=" | ".join(words[-2:])[:400], details=done.saw(), hint=hint, code=code
+        message, cause=" | ".join(lines[-2:])[:400], details=done.saw(), hint=hint, code=code
     )
 
 
-def options_of(words: Sequence[str], owned: Mapping[str, str], flags: frozenset[str]) -> list[str]:
-    """The user's own scheduler options, each as one word `--name=value` (or a flag); refuses those that we own by name."""
+def parse_options(args: Sequence[str], reserved: Mapping[str, str], flags: frozenset[str]) -> list[str]:
+    """The user's scheduler options, each as one argument: `--name=value`, or an option without a value (`flags`).
+
+    Raises UsageError for options that Heliostat sets; `reserved` has a hint for each."""
     found: list[str] = []
-    waiting: str | None = None
-    for word in words:
-        if waiting is not None:
-            found.append(f"{waiting}={word}" if waiting.startswith("--") else f"{waiting}{word}")
-            waiting = None
+    without_value: str | None = None
+    for arg in args:
+        if without_value is not None:
+            found.append(f"{without_value}={arg}" if without_value.startswith("--") else without_value + arg)
+            without_value = None
             continue
-        if not word.startswith("-"):
+        if not arg.startswith("-"):
+            raise UsageError(f"`{arg}` is not an option of the scheduler", code=Code.SCHEDULER_INVALID_OPTION)
+        name = arg.partition("=")[0] if arg.startswith("--") else arg[:2]
+        if name in reserved:
             raise UsageError(
-                f"`{word}` is not an option of the scheduler", code=Code.SCHEDULER_INVALID_OPTION
+                f"`{name}` is set by Heliostat", hint=reserved[name], code=Code.SCHEDULER_INVALID_OPTION
             )
-        name = word.partition("=")[0] if word.startswith("--") else word[:2]
-        if name in owned:
-            raise UsageError(
-                f"`{name}` is set by Heliostat", hint=owned[name], code=Code.SCHEDULER_INVALID_OPTION
-            )
-        if name != word or name in flags:
-            found.append(word)
+        if name != arg or name in flags:
+            found.append(arg)
         else:
-            waiting = name
-    if waiting is not None:
-        found.append(waiting)
+            without_value = name
+    if without_value is not None:
+        found.append(without_value)
     return found
 
 
-# a request for the head's agent, which passes it on; then its answer: both streams and the code
-_THROUGH = """
+# writes a request for the head's agent, which forwards it; waits for the answer: both streams and the exit code
+_REQUEST = """
 d=$1/requests b=$1/requests/$2; umask 077; mkdir -p -- "$d" && cat >"$b.new" && mv -- "$b.new" "$b.json" || exit 255
 until [ -e "$b.code" ]; do [ -d "$d" ] || exit 255; sleep 0.2; done
 cat -- "$b.out"; cat -- "$b.err" >&2; c=$(cat -- "$b.code"); rm -f -- "$b".*; exit "$c"
 """
 
 
-def through_agent(node: str, folder: str, argv: Sequence[str], host: Transport) -> Completed:
-    """A command on a node that only its own agent can reach: no scheduler's step, no ssh."""
+def execute_through_agent(node: str, folder: str, argv: Sequence[str], host: Transport) -> Completed:
+    """Run a command on a node through its agent, for schedulers without job steps."""
     answer = f"exec-{secrets.token_hex(8)}"
     request = {"do": "exec", "node": node, "argv": list(argv), "answer": answer}
-    words = ["sh", "-c", _THROUGH, "sh", folder, answer]
-    return host.run(words, input=json.dumps(request).encode(), timeout=DAY_S)
+    script = ["sh", "-c", _REQUEST, "sh", folder, answer]
+    return host.run(script, input=json.dumps(request).encode(), timeout=DAY_S)

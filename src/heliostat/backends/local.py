@@ -1,23 +1,22 @@
-"""This computer: N Ray nodes side by side, each with its own ports and folder, on a loopback address."""
+"""The backend `local`: several Ray nodes on this host, each with its own ports and directory, on a loopback address."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, ClassVar, cast
 
 from heliostat.backends.base import (
     RUN_S,
-    Check,
+    Backend,
     File,
     Handle,
     LaunchRequest,
     Observation,
     Plan,
-    Question,
     Step,
 )
 from heliostat.common.errors import Code, HeliostatError, UsageError
@@ -28,42 +27,23 @@ from heliostat.state.ownership import require_safe
 from heliostat.state.states import NodeState
 
 if TYPE_CHECKING:
-    from heliostat.config.spec import ClusterSpec
     from heliostat.remote.transport import Completed, Spawner, Transport
 
 STOP_S = 60.0
-# by its path: `python -m` would look for it in the current directory first, which may be anybody's
-OWN_AGENT = Path(__file__).parents[1] / "agent"
+# a path, because `python -m` would import from the current directory first, which another user may control
+AGENT_PACKAGE = Path(__file__).parents[1] / "agent"
 
 
 @dataclass(frozen=True)
 class Options:
-    """`local:` has no keys of its own."""
+    """The `local:` table of the file. It has no keys."""
 
 
-class Local:
+class Local(Backend):
     name: ClassVar[str] = "local"
     Options: ClassVar[type] = Options
-    starts_ray: ClassVar[bool] = True
-    shares_files: ClassVar[bool] = True
-    autoscales: ClassVar[bool] = False
     most_nodes: ClassVar[int] = MOST_LOCAL_NODES
-    takes_options: ClassVar[bool] = False
-    reserved_short_options: ClassVar[tuple[str, ...]] = ()
-    poll_interval: ClassVar[tuple[float, float]] = (0.0, 0.0)  # looking at a process costs nothing
-    questions: ClassVar[Mapping[str, Question]] = {}  # this computer is looked at for everybody
-
-    def checks(self, spec: ClusterSpec | None, host: Transport) -> list[Check]:
-        return []
-
-    def nodes_of(self, table: Mapping[str, Any]) -> int | None:
-        return None
-
-    def require(self, spec: ClusterSpec, host: Transport) -> None:
-        """The agent runs with the Python that runs this, or says itself what it lacks."""
-
-    def survey(self, options: Any, host: Transport) -> dict[str, Any]:
-        return {}
+    poll_interval: ClassVar[tuple[float, float]] = (0.0, 0.0)  # a query only reads /proc
 
     def plan(self, request: LaunchRequest) -> Plan:
         from heliostat.config.spec import members
@@ -73,30 +53,31 @@ class Local:
         if (spec.hosts or spec.head.host) and "on" not in spec.model_fields_set:
             raise UsageError(
                 "`hosts` has no meaning on `local`",
-                cause="the nodes are all on this computer, and the file names no site",
+                cause="all nodes are on this host, and the file does not set `on`",
                 hint="on: ssh",
             )
-        comment = f"heliostat: one node of `{spec.cluster_name}` on this computer; its config comes on standard input"
+        comment = (
+            f"heliostat: one node of `{spec.cluster_name}` on this host; its config comes on standard input"
+        )
         script = agent_script(spec.environment, request.agent, "node", comment=comment)
         path = request.folder / "script.sh"
-        # the nodes share the machine; one that comes later gets what the first ones got
-        everybody = {member.name: place for place, member in enumerate(members(spec))}
-        if len(everybody) > self.most_nodes:
+        # the nodes share the host's resources; a node that is added later gets the share of the first
+        indices = {member.name: index for index, member in enumerate(members(spec))}
+        if len(indices) > self.most_nodes:
             raise UsageError(
-                f"{len(everybody)} nodes are too many for one computer",
-                cause=f"each is a Ray node of about ten processes; {self.most_nodes} are the most",
+                f"{len(indices)} nodes are too many for one host",
+                cause=f"each node has about ten processes; the limit is {self.most_nodes} nodes",
                 hint="--nodes 4",
             )
         steps = []
         for member in request.members:
-            share = everybody.get(member.name, 0)
             config = {
                 **request.config,
                 "mark": f"{request.config['mark']}-{member.name}",
                 "node": member.name,
                 "role": member.role,
                 "address": {"interface": spec.network.interface, "default": "loopback"},
-                "share": [share, len(everybody)],
+                "share": [indices.get(member.name, 0), len(indices)],
                 "resources": {
                     "cpus": member.cpus,
                     "gpus": member.gpus,
@@ -113,10 +94,10 @@ class Local:
         for step in plan.steps:
             logs = request.folder / "logs" / step.nodes[0]
             logs.mkdir(mode=0o700, parents=True, exist_ok=True)
-            # the mark from the first moment on: what the set-up lines start must be found too
-            mark = {"HELIOSTAT_NODE": step.config["mark"]}
+            # set from the start, so that processes of the setup lines can be found too
+            env = {"HELIOSTAT_NODE": step.config["mark"]}
             spawned = cast("Spawner", host).spawn(
-                step.argv, log=logs / "agent.log", cwd=request.folder, env=mark
+                step.argv, log=logs / "agent.log", cwd=request.folder, env=env
             )
             detail = {
                 "pid": spawned.pid,
@@ -125,10 +106,8 @@ class Local:
                 "folder": str(request.folder),
             }
             yield Handle(f"{spawned.pid}.{spawned.start}", step.nodes, detail)
+            # only after the handle is recorded: without a config the agent exits, so there are no orphans
             spawned.feed(json.dumps(step.config).encode())
-
-    def find_orphans(self, mark: str | None, spec: ClusterSpec, host: Transport) -> list[Handle]:
-        return []  # whoever gets no config on standard input ends
 
     def observe(self, handles: Sequence[Handle], host: Transport) -> dict[str, Observation]:
         return {
@@ -144,11 +123,13 @@ class Local:
         if not handles:
             return
         folder = Path(handles[0].detail["folder"])
-        nodes = [{**handle.detail, "temp": _temp(folder, handle.nodes[0])} for handle in handles]
+        nodes = [
+            {**handle.detail, "temp": _read_temp_directory(folder, handle.nodes[0])} for handle in handles
+        ]
         request = json.dumps({"nodes": nodes, "now": now, "seconds": STOP_S}).encode()
         agent = folder / "agent.pyz"
-        if not agent.exists():  # an earlier `down` needed its room on a full disk
-            agent = OWN_AGENT
+        if not agent.exists():  # an earlier `down` deleted it because the disk was full
+            agent = AGENT_PACKAGE
         else:
             require_safe(agent)
         done = host.run([sys.executable, str(agent), "stop"], input=request, timeout=STOP_S + 60)
@@ -160,7 +141,7 @@ class Local:
             left = ", ".join(map(str, answer.get("left", []))) or "unknown"
             raise HeliostatError(
                 "some processes could not be stopped",
-                cause=f"still there: {left}" if "left" in answer else done.err.strip()[-300:],
+                cause=f"still running: {left}" if "left" in answer else done.err.strip()[-300:],
                 details=done.saw(),
                 code=Code.LOCAL_PROCESSES_LEFT,
             )
@@ -168,20 +149,14 @@ class Local:
     def execute(self, node: str, handle: Handle, argv: Sequence[str], host: Transport) -> Completed:
         return host.run(by_shell(argv), timeout=RUN_S)
 
-    def collect_logs(self, handles: Sequence[Handle], folder: Path) -> list[str]:
-        return []  # it is here already
 
-    def reach(self, handle: Handle, host: Transport) -> Transport:
-        return host
-
-
-def _temp(folder: Path, node: str) -> str | None:
-    """The private folder that the node's agent wrote down."""
+def _read_temp_directory(folder: Path, node: str) -> str | None:
+    """The node's private temporary directory, from its agent's report."""
     try:
-        words = json.loads((folder / "nodes" / f"{node}.json").read_bytes())
+        report = json.loads((folder / "nodes" / f"{node}.json").read_bytes())
     except (OSError, ValueError):
         return None
-    return str(words.get("temp") or "") or None
+    return str(report.get("temp") or "") or None
 
 
 BACKEND = Local()

@@ -1,7 +1,7 @@
-"""Machines over ssh: one agent a host, started in parallel; the head's host has the cluster's folder.
+"""The backend `ssh`: one agent per host, started in parallel. The head's host has the cluster's directory.
 
-Nothing has to be installed there but Python with Ray, and nothing stays there when the cluster has ended. An agent outlives
-the ssh session that started it, and ends with its cluster.
+The hosts need only Python with Ray, and keep no files after the cluster's end. An agent continues after the ssh session that
+started it, and exits with its cluster.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from heliostat.backends.base import (
     RUN_S,
+    Backend,
     Check,
     File,
     Handle,
@@ -26,9 +27,8 @@ from heliostat.backends.base import (
     require_programs,
 )
 from heliostat.common.errors import Code, HeliostatError, PartialFailure, UsageError
-from heliostat.common.limits import MOST_NODES
 from heliostat.common.shell import SAFE
-from heliostat.remote.directory import PLACE, UNSAFE, pack
+from heliostat.remote.directory import REMOTE_ROOT, UNSAFE, pack
 from heliostat.remote.ssh import connect
 from heliostat.remote.transport import at_once
 from heliostat.state.states import NodeState
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from heliostat.remote.transport import Completed, Transport
 
 N = NodeState
-START_S = 60.0  # for an agent to say its first word
+START_S = 60.0  # until the first report of an agent
 STOP_S = 60.0
-ASK_S = 20.0
+QUERY_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -48,43 +48,31 @@ class Options:
     """The `ssh:` table of the file."""
 
     python: str = field(
-        default="python3", metadata={"help": "the Python of hosts whose environment names none"}
+        default="python3", metadata={"help": "Python of hosts whose environment does not define one"}
     )
 
 
-class OverSsh:
+class SshBackend(Backend):
     name: ClassVar[str] = "ssh"
     Options: ClassVar[type] = Options
-    starts_ray: ClassVar[bool] = True
     shares_files: ClassVar[bool] = False
-    autoscales: ClassVar[bool] = False
-    most_nodes: ClassVar[int] = MOST_NODES
-    takes_options: ClassVar[bool] = False
-    reserved_short_options: ClassVar[tuple[str, ...]] = ()
-    poll_interval: ClassVar[tuple[float, float]] = (0.5, 10.0)
     questions: ClassVar[Mapping[str, Question]] = by_name(
-        Question("ssh", "the `ssh` command is here", "install OpenSSH's client")
+        Question("ssh", "the `ssh` command is installed", "install OpenSSH's client")
     )
 
     def checks(self, spec: ClusterSpec | None, host: Transport) -> list[Check]:
-        """What is on the hosts, whoever can send an agent there finds out."""
+        """Checks only this host; `doctor` runs the agent's checks on the other hosts."""
         try:
-            version = host.run(["ssh", "-V"], timeout=ASK_S).err.strip()
+            version = host.run(["ssh", "-V"], timeout=QUERY_S).err.strip()
         except HeliostatError as error:
             return [self.questions["ssh"].answer(False, str(error))]
         return [self.questions["ssh"].answer(True, version)]
 
-    def nodes_of(self, table: Mapping[str, Any]) -> int | None:
-        return None
-
     def require(self, spec: ClusterSpec, host: Transport) -> None:
         from heliostat.config.spec import hosts
 
-        if any(ssh_words(one) for one in hosts(spec)):
+        if any(ssh_command(one) for one in hosts(spec)):
             require_programs(("ssh",), "install OpenSSH's client", host)
-
-    def survey(self, options: Any, host: Transport) -> dict[str, Any]:
-        return {}
 
     # -- planning
 
@@ -93,7 +81,7 @@ class OverSsh:
 
         spec = request.spec
         if not spec.machines:
-            raise UsageError("there are no `hosts`", hint="hosts: [zinc, ann@copper] in the file")
+            raise UsageError("the spec has no `hosts`", hint="hosts: [zinc, ann@copper] in the file")
         files, steps = [], []
         for member in request.members:
             host = member.host
@@ -103,23 +91,23 @@ class OverSsh:
                 environment, Path("agent.pyz"), "node", python=request.options.python,
                 comment=f"heliostat: the node `{member.name}` of `{spec.cluster_name}`; its config comes on standard input",
             )  # fmt: skip
-            path = _place(request, member.name) / f"start-{member.name}.sh"
+            path = _node_directory(request, member.name) / f"start-{member.name}.sh"
             files.append(File(path, script.render(), 0o700))
             config = {
                 **self._config(request, member),
                 "env": {**request.config["env"], **environment.env, **host.env},
             }
-            steps.append(Step((*ssh_words(host), "bash", path.as_posix()), (member.name,), config))
+            steps.append(Step((*ssh_command(host), "bash", path.as_posix()), (member.name,), config))
         return Plan(tuple(files), tuple(steps))
 
     def _config(self, request: LaunchRequest, member: Member) -> dict[str, Any]:
         spec = request.spec
         assert member.host is not None
-        place = _place(request, member.name)
+        directory = _node_directory(request, member.name)
         return {
             **request.config,
-            "folder": place.as_posix(),
-            "token_path": (place / "token").as_posix(),
+            "folder": directory.as_posix(),
+            "token_path": (directory / "token").as_posix(),
             "mark": f"{request.config['mark']}-{member.name}",
             "node": member.name,
             "role": member.role,
@@ -135,72 +123,74 @@ class OverSsh:
             },
         }
 
-    # -- starting
+    # -- launch
 
     def launch(self, plan: Plan, request: LaunchRequest, host: Transport) -> Iterator[Handle]:
-        """The head first, as far as it takes to know where it listens; then all others at once. A host that cannot be
-        reached, or refuses, has a handle too: it says so when it is asked."""
+        """Starts the head until its address is known, then all workers in parallel.
+
+        A host that is unreachable or refuses gets a handle too; `observe` reports it as FAILED."""
         texts = {file.path.name: file.text.encode() for file in plan.files}
-        first, *rest = plan.steps
+        first, *workers = plan.steps
         head: Mapping[str, Any] | None = request.facts.get("head")
         if first.config["role"] == "head":
             handle = _start(request, first, texts, None)
             yield handle
             head = handle.detail.get("head")
         else:
-            rest = [first, *rest]
-        if head is None:  # there is nothing to join
+            workers = [first, *workers]
+        if head is None:  # the workers have no head to join
             refused = "the head did not start"
             yield from (
                 Handle(f"{s.nodes[0]}.none", s.nodes, {**_detail(request, s), "refused": refused})
-                for s in rest
+                for s in workers
             )
             return
-        yield from at_once(lambda step: _start(request, step, texts, head), rest)
+        yield from at_once(lambda step: _start(request, step, texts, head), workers)
 
-    def find_orphans(self, mark: str | None, spec: ClusterSpec, host: Transport) -> list[Handle]:
-        """An agent outlives whoever started it and died before its id was on record. One whose host cannot be reached ends
-        for want of its head. Where nobody has the record, the head's host is asked first: without a head there is no cluster."""
+    def find_orphans(self, cluster_id: str | None, spec: ClusterSpec, host: Transport) -> list[Handle]:
+        """An agent continues if `launch` dies before its handle is recorded. An agent on an unreachable host exits when it
+        loses its head. Without a cluster id, queries the head's host first: without a head there is no cluster."""
         from heliostat.config.spec import hosts, members
 
-        first, *rest = hosts(spec)
+        head_host, *worker_hosts = hosts(spec)
 
-        def of(one: Host) -> list[Handle]:
-            return _found(one, spec.cluster_name)
+        def find(one: Host) -> list[Handle]:
+            return _find_clusters(one, spec.cluster_name)
 
-        if mark is not None:
-            each = at_once(lambda member: _stray(member, Path(PLACE) / mark, mark), members(spec))
-            return [handle for handle in each if handle]
-        heads = of(first)
+        if cluster_id is not None:
+            root = Path(REMOTE_ROOT) / cluster_id
+            orphans = at_once(lambda member: _find_orphan(member, root, cluster_id), members(spec))
+            return [handle for handle in orphans if handle]
+        heads = find(head_host)
         if not heads:
             return []
         newest = max(heads, key=lambda handle: handle.detail["since"])
-        more = [handle for found in at_once(of, rest) for handle in found]
-        return [newest, *(handle for handle in more if handle.detail["id"] == newest.detail["id"])]
+        workers = [handle for found in at_once(find, worker_hosts) for handle in found]
+        return [newest, *(handle for handle in workers if handle.detail["id"] == newest.detail["id"])]
 
-    # -- looking
+    # -- observe and cancel
 
     def observe(self, handles: Sequence[Handle], host: Transport) -> dict[str, Observation]:
-        return dict(zip([h.native_id for h in handles], at_once(_ask, handles), strict=True))
+        return dict(zip([h.native_id for h in handles], at_once(_observe, handles), strict=True))
 
     def cancel(self, handles: Sequence[Handle], host: Transport, *, now: bool = False) -> None:
-        """Each host ends its own, all at once, and verifies. One that cannot be reached is an error, or with `now` given up:
-        what runs there ends when it does not hear its head any more."""
-        failed = [one for one in at_once(lambda handle: _stop(handle, now), handles) if one]
-        if not failed:
+        """The hosts stop their agents in parallel and verify it. Raises if a host is unreachable; with `now`, skips it: its agent
+        exits when it loses its head."""
+        failures = [one for one in at_once(lambda handle: _stop(handle, now), handles) if one]
+        if not failures:
             return
-        cause = "; ".join(words for words, _ in failed)[:400]
-        if now and not any(reached for _, reached in failed):
+        cause = "; ".join(text for text, _ in failures)[:400]
+        if now and not any(reached for _, reached in failures):
             raise PartialFailure(
-                "some hosts could not be reached, and are given up",
+                "some hosts are unreachable and were skipped",
                 cause=cause,
-                hint="what runs there ends by itself when it does not hear its head any more",
+                hint="their agents exit when they lose the connection to the head",
                 code=Code.SSH_HOSTS_LEFT,
             )
         raise HeliostatError(
-            "some hosts could not be told to stop",
+            "the agents on some hosts could not be stopped",
             cause=cause,
-            hint="the same command again, when they can be reached; --now gives them up",
+            hint="repeat the command when the hosts are reachable; --now skips them",
             code=Code.SSH_HOSTS_LEFT,
         )
 
@@ -211,44 +201,46 @@ class OverSsh:
         from heliostat.remote.directory import RemoteDirectory
         from heliostat.state.store import ClusterFolder
 
-        def one(handle: Handle) -> str:
+        def collect(handle: Handle) -> str:
             target = connect(handle.detail["ssh"])
             try:
-                mirror = RemoteDirectory(ClusterFolder(folder), target, Path(handle.detail["folder"]))
-                work = mirror.finish(_stop_request(handle, now=True), handle.detail)
+                remote = RemoteDirectory(ClusterFolder(folder), target, Path(handle.detail["folder"]))
+                work_dir = remote.finish(_stop_request(handle, now=True), handle.detail)
             except (HeliostatError, OSError, ValueError) as error:
-                there = "refused" not in handle.detail
-                return f"the logs of {handle.nodes[0]} stay on {target.target}: {error}" if there else ""
-            told = work and handle.detail["role"] == "head"
-            return f"what the command wrote is on {target.target} in ~/{work}" if told else ""
+                was_started = "refused" not in handle.detail
+                return (
+                    f"the logs of {handle.nodes[0]} stay on {target.target}: {error}" if was_started else ""
+                )
+            has_files = work_dir and handle.detail["role"] == "head"
+            return f"the command's files are on {target.target} in ~/{work_dir}" if has_files else ""
 
-        return [note for note in at_once(one, handles) if note]
+        return [note for note in at_once(collect, handles) if note]
 
     def reach(self, handle: Handle, host: Transport) -> Transport:
         return connect(handle.detail["ssh"])
 
 
-def ssh_words(host: Host | None) -> tuple[str, ...]:
-    """What one would type: `ssh -p 22 -i key -J jump user@host`. Nothing: it is this machine."""
+def ssh_command(host: Host | None) -> tuple[str, ...]:
+    """The command to connect to the host: `ssh -p 22 -i key -J jump user@host`. Empty for this host."""
     from heliostat.config.spec import HERE
 
     assert host is not None
     if host.host in HERE:
         return ()
     options = [("-p", host.port), ("-i", host.key), ("-J", host.jump), ("-l", host.user)]
-    return ("ssh", *(str(word) for pair in options if pair[1] for word in pair), host.host)
+    return ("ssh", *(str(part) for pair in options if pair[1] for part in pair), host.host)
 
 
-def _place(request: LaunchRequest, node: str) -> Path:
-    """A folder a node, also where the machines share their homes; the order's own is the head's."""
+def _node_directory(request: LaunchRequest, node: str) -> Path:
+    """One directory per node, because hosts may share a home; `request.folder` is the head's."""
     return request.folder.parent / node
 
 
 def _detail(request: LaunchRequest, step: Step) -> dict[str, Any]:
     member = next(m for m in request.members if m.name == step.nodes[0])
     return {
-        "ssh": list(ssh_words(member.host)),
-        "folder": _place(request, step.nodes[0]).as_posix(),
+        "ssh": list(ssh_command(member.host)),
+        "folder": _node_directory(request, step.nodes[0]).as_posix(),
         "mark": step.config["mark"],
         "role": step.config["role"],
     }
@@ -257,15 +249,15 @@ def _detail(request: LaunchRequest, step: Step) -> dict[str, Any]:
 def _start(
     request: LaunchRequest, step: Step, texts: Mapping[str, bytes], head: Mapping[str, Any] | None
 ) -> Handle:
-    """One connection: the files go there, the agent is started, its first words come back."""
+    """Copy the files, start the agent and return its first report, over one connection."""
     node, detail = step.nodes[0], _detail(request, step)
     config = {**step.config, **({"head": dict(head)} if head else {})}
     script = f"start-{node}.sh"
-    # the command's folder is the head's alone
-    mine = {n: d for n, d in request.files.items() if detail["role"] == "head" or not n.endswith(".zip")}
-    files = {script: texts[script], f"config-{node}.json": json.dumps(config).encode(), **mine}
-    words = [node, step.config["role"], step.config["mark"]]
-    argv = ["sh", "-c", SAFE + _SWEEP + _START, "sh", detail["folder"], *words]
+    # only the head needs the command's working directory
+    shared = {n: d for n, d in request.files.items() if detail["role"] == "head" or not n.endswith(".zip")}
+    files = {script: texts[script], f"config-{node}.json": json.dumps(config).encode(), **shared}
+    arguments = [detail["folder"], node, step.config["role"], step.config["mark"]]
+    argv = ["sh", "-c", SAFE + _KILL_TAGGED + _START, "sh", *arguments]
     try:
         done = connect(detail["ssh"]).run(argv, input=pack(files), timeout=START_S + 30)
         answer = json.loads(done.out.strip().splitlines()[-1])
@@ -274,79 +266,83 @@ def _start(
         return Handle(f"{node}.none", step.nodes, {**detail, "refused": refused})
     except (ValueError, IndexError):
         lines = [line.strip() for line in done.err.splitlines() if line.strip() and "tar: E" not in line]
-        said = (lines or ["its agent ended without a word"])[-1][:300]
-        if "/bin/activate" in said:
-            said += " (`heliostat setup` makes it)"
-        return Handle(f"{node}.none", step.nodes, {**detail, "refused": said})
-    return _handle(node, {**detail, "head": answer["head"]}, answer["words"])
+        refused = (lines or ["its agent exited without output"])[-1][:300]
+        if "/bin/activate" in refused:
+            refused += " (`heliostat setup` creates it)"
+        return Handle(f"{node}.none", step.nodes, {**detail, "refused": refused})
+    return _handle(node, {**detail, "head": answer["head"]}, answer["report"])
 
 
-def _handle(node: str, detail: Mapping[str, Any], words: Mapping[str, Any]) -> Handle:
-    """words: what the agent said of itself."""
-    who = {key: words.get(key) for key in ("pid", "start", "temp", "executable")}
-    return Handle(f"{node}.{words['pid']}.{words['start']}", (node,), {**detail, **who})
+def _handle(node: str, detail: Mapping[str, Any], report: Mapping[str, Any]) -> Handle:
+    process = {key: report.get(key) for key in ("pid", "start", "temp", "executable")}
+    return Handle(f"{node}.{report['pid']}.{report['start']}", (node,), {**detail, **process})
 
 
-def _found(host: Host, cluster: str) -> list[Handle]:
-    """What this host has of clusters of this name; nothing where it cannot be asked."""
+def _find_clusters(host: Host, cluster: str) -> list[Handle]:
+    """The handles of clusters with this name on the host; none if it does not answer."""
     node, found = host.node, []
     try:
-        done = connect(ssh_words(host)).run(["sh", "-c", SAFE + _FIND, "sh", PLACE, node], timeout=ASK_S)
+        done = connect(ssh_command(host)).run(
+            ["sh", "-c", SAFE + _FIND, "sh", REMOTE_ROOT, node], timeout=QUERY_S
+        )
         for line in done.out.splitlines():
-            config, words = json.loads(line)
-            if config["cluster"] == cluster and words.get("pid"):
+            config, report = json.loads(line)
+            if config["cluster"] == cluster and report.get("pid"):
                 detail = {
-                    "ssh": list(ssh_words(host)),
+                    "ssh": list(ssh_command(host)),
                     "folder": config["folder"],
                     "mark": config["mark"],
                     "role": config["role"],
                 }
-                more = {"id": config["id"], "launch": config["launch"], "since": words["since"]}
-                more["kind"] = "run" if config.get("command") else "up"
-                found.append(_handle(node, {**detail, **more}, words))
+                identity = {"id": config["id"], "launch": config["launch"], "since": report["since"]}
+                identity["kind"] = "run" if config.get("command") else "up"
+                found.append(_handle(node, {**detail, **identity}, report))
     except (HeliostatError, ValueError, KeyError, TypeError):
         pass
     return found
 
 
-def _stray(member: Member, place: Path, mark: str) -> Handle | None:
+def _find_orphan(member: Member, root: Path, cluster_id: str) -> Handle | None:
+    """The handle of an agent that was started on the member's host; None if the host does not answer."""
     detail: dict[str, Any] = {
-        "ssh": list(ssh_words(member.host)),
-        "folder": (place / member.name).as_posix(),
-        "mark": f"{mark}-{member.name}",
+        "ssh": list(ssh_command(member.host)),
+        "folder": (root / member.name).as_posix(),
+        "mark": f"{cluster_id}-{member.name}",
         "role": member.role,
     }
-    argv = ["sh", "-c", SAFE + _SWEEP + _STRAY, "sh", detail["folder"], member.name, detail["mark"]]
+    argv = ["sh", "-c", SAFE + _KILL_TAGGED + _ORPHAN, "sh", detail["folder"], member.name, detail["mark"]]
     try:
-        words = json.loads(connect(detail["ssh"]).run(argv, timeout=ASK_S).out)
+        report = json.loads(connect(detail["ssh"]).run(argv, timeout=QUERY_S).out)
     except (HeliostatError, ValueError):
         return None
-    if not words:
-        return Handle(f"{member.name}.none", (member.name,), {**detail, "refused": "it was not started"})
-    return _handle(member.name, detail, words)
+    if not report:
+        return Handle(
+            f"{member.name}.none", (member.name,), {**detail, "refused": "the agent was not started"}
+        )
+    return _handle(member.name, detail, report)
 
 
-def _ask(handle: Handle) -> Observation:
+def _observe(handle: Handle) -> Observation:
     if "refused" in handle.detail:
         return Observation(N.FAILED, handle.detail["refused"])
     detail = handle.detail
-    argv = ["sh", "-c", SAFE + _LOOK, "sh", detail["folder"], handle.nodes[0], str(detail["pid"])]
+    argv = ["sh", "-c", SAFE + _OBSERVE, "sh", detail["folder"], handle.nodes[0], str(detail["pid"])]
     try:
-        done = connect(detail["ssh"]).run(argv, timeout=ASK_S)
+        done = connect(detail["ssh"]).run(argv, timeout=QUERY_S)
         if done.code == UNSAFE:
             return Observation(N.UNKNOWN, done.err.strip()[-300:])
-        started, _, words = done.out.partition("\n")
-        said = json.loads(words) if words.strip() else {}
+        started, _, text = done.out.partition("\n")
+        report = json.loads(text) if text.strip() else {}
     except HeliostatError as error:
         return Observation(N.UNKNOWN, f"{error.message}: {error.cause}")
     except ValueError:
-        return Observation(N.UNKNOWN, f"a strange answer: {done.out[:100]}")
-    lives = started == detail["start"]
-    return Observation(N.ALLOCATED if lives else N.GONE, "", report=said)
+        return Observation(N.UNKNOWN, f"unexpected answer: {done.out[:100]}")
+    is_alive = started == detail["start"]
+    return Observation(N.ALLOCATED if is_alive else N.GONE, "", report=report)
 
 
 def _stop(handle: Handle, now: bool) -> tuple[str, bool] | None:
-    """Words when it could not be done, and whether the host was reached."""
+    """On failure: the cause, and whether the host was reached."""
     detail = handle.detail
     if "refused" in detail:
         return None
@@ -362,7 +358,7 @@ def _stop(handle: Handle, now: bool) -> tuple[str, bool] | None:
         return f"{handle.nodes[0]}: {error.cause or error.message}", False
     except ValueError:
         return f"{handle.nodes[0]}: {done.err.strip()[-200:]}", True
-    return None if answer.get("ok") else (f"{handle.nodes[0]}: still there: {answer.get('left')}", True)
+    return None if answer.get("ok") else (f"{handle.nodes[0]}: still running: {answer.get('left')}", True)
 
 
 def _stop_request(handle: Handle, now: bool) -> str:
@@ -370,9 +366,9 @@ def _stop_request(handle: Handle, now: bool) -> str:
     return json.dumps({"nodes": [node], "now": now, "seconds": STOP_S})
 
 
-# ends whatever has this mark: it was started by one who died before it was on record
-_SWEEP = """
-sweep() {
+# kill the processes of an agent that an interrupted launch started and did not record
+_KILL_TAGGED = """
+kill_tagged() {
   for i in 1 2 3 4 5 6 7 8 9; do
     p=$(grep -lzsxF -- "HELIOSTAT_NODE=$1" /proc/[0-9]*/environ | tr -dc '0-9\\n')
     [ "$p" ] || break
@@ -380,11 +376,11 @@ sweep() {
   done
 }
 """
-# $1: the cluster's folder below the home; $2: the node; $3: its role; $4: its mark. On standard input: a tar of the files.
+# $1: the node's directory, relative to the home; $2: the node; $3: its role; $4: its tag. Standard input: a tar of the files
 _START = """
 umask 077
 safe . >/dev/null && mkdir -p -- "$1/logs/$2" "$1/nodes" && cd -- "$1" && safe . >/dev/null || exit 1
-[ -e "start-$2.sh" ] && sweep "$4"
+[ -e "start-$2.sh" ] && kill_tagged "$4"
 tar -xf - || exit 1
 rm -f -- "nodes/$2.json"; [ "$3" = head ] && rm -f head.json
 HELIOSTAT_NODE=$4 setsid nohup bash "start-$2.sh" <"config-$2.json" >>"logs/$2/agent.log" 2>&1 &
@@ -396,9 +392,9 @@ while [ $i -lt 600 ]; do
 done
 [ -s "nodes/$2.json" ] || { tail -n 3 "logs/$2/agent.log" >&2; exit 1; }
 head=null; [ -s head.json ] && head=$(tr -d '\\n' <head.json)
-printf '{"words": %s, "head": %s}\\n' "$(tr -d '\\n' <"nodes/$2.json")" "$head"
+printf '{"report": %s, "head": %s}\\n' "$(tr -d '\\n' <"nodes/$2.json")" "$head"
 """
-# $1: where clusters are; $2: the node. A line each: its config, and its own words
+# $1: the directory of all clusters; $2: the node. Prints one line per cluster: the node's config and its report
 _FIND = """
 cd -- "$1" 2>/dev/null || exit 0
 for d in */"$2"; do
@@ -407,15 +403,15 @@ for d in */"$2"; do
   printf '[%s, %s]\\n' "$(tr -d '\\n' <"$d/config-$2.json")" "$(tr -d '\\n' <"$d/nodes/$2.json")"
 done
 """
-# $3: its mark. The words of the node that was started there; one that has not said any is ended here
-_STRAY = """
+# $1: the node's directory; $2: the node; $3: its tag. Prints the agent's report; kills an agent that has none
+_ORPHAN = """
 cd -- "$1" 2>/dev/null || exit 0
 safe . >/dev/null || exit 1
-[ -s "nodes/$2.json" ] || sweep "$3"
+[ -s "nodes/$2.json" ] || kill_tagged "$3"
 cat "nodes/$2.json" 2>/dev/null || echo '{}'
 """
-# $3: a process. First line: when it started, as the kernel counts; then the node's own words
-_LOOK = """
+# $1: the node's directory; $2: the node; $3: a process id. Prints its start time in clock ticks, then the agent's report
+_OBSERVE = """
 cd -- "$1" 2>/dev/null || { echo gone; exit 0; }
 safe . >/dev/null || exit 9
 f="nodes/$2.json"
@@ -425,11 +421,11 @@ case $1 in Z|"") echo gone ;; *) echo "${20}" ;; esac
 cat "$f" 2>/dev/null
 """
 
-# $1: the cluster's folder below the home; $2: the Python of its agent. On standard input: the request
+# $1: the node's directory; $2: the Python of its agent. Standard input: the stop request
 _STOP = """
 cd -- "$1" 2>/dev/null || { echo '{"ok": true}'; exit 0; }
 safe . agent.pyz >/dev/null || exit 9
 exec "$2" agent.pyz stop
 """
 
-BACKEND = OverSsh()
+BACKEND = SshBackend()

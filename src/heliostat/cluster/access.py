@@ -70,15 +70,15 @@ class Access:
         gateway, backend = self.gateway(spec.backend_tables.get(spec.on, {})), self.registry.load(spec.on)
         if gateway is None and (backend.shares_files or not backend.starts_ray):
             return ClusterFolder(self.store.clusters / spec.cluster_name)
-        from heliostat.remote.directory import PLACE
+        from heliostat.remote.directory import REMOTE_ROOT
 
         if gateway is not None:
-            return ClusterFolder(gateway.home / PLACE / cluster_id)
+            return ClusterFolder(gateway.home / REMOTE_ROOT / cluster_id)
         from heliostat.config.spec import head_member
 
         # Where each host has its own files, the path is relative to the home directory there. Each node has a directory,
         # since hosts may share a home; the head's is that of the cluster.
-        return ClusterFolder(Path(PLACE) / cluster_id / head_member(spec).name)
+        return ClusterFolder(Path(REMOTE_ROOT) / cluster_id / head_member(spec).name)
 
     def mirror(
         self, folder: ClusterFolder, record: Record, node: str | None = None

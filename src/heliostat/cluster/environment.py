@@ -189,14 +189,14 @@ class EnvironmentInstaller:
 
 
 def _listed_targets(spec: ClusterSpec) -> list[Target]:
-    from heliostat.backends.ssh import ssh_words
+    from heliostat.backends.ssh import ssh_command
     from heliostat.remote.ssh import connect
 
     if not spec.machines:
         raise UsageError("there are no `hosts`", hint="hosts: [zinc, ann@copper] in the file")
     python = planner.backend_options(spec).python
     return [
-        Target(one.node, one.environment or spec.environment, connect(ssh_words(one)), python)
+        Target(one.node, one.environment or spec.environment, connect(ssh_command(one)), python)
         for one in hosts(spec)
     ]
 

@@ -29,7 +29,7 @@ PULL_S = 0.5  # a question over ssh costs some 50 ms
 SMALL = ("state.json", "pulse.json", "connection.json", "connection.env", "head.json", "nodes")
 LARGEST = 1 << 20  # of one log at a time
 SILENT_S = 12.0  # a follower says a word every five seconds
-PLACE = ".heliostat/via"
+REMOTE_ROOT = ".heliostat/via"
 UNSAFE = 9  # how a script of ours ends on another machine where another user can change the cluster's folder
 
 

@@ -41,13 +41,9 @@ DOWN = 'error: commlib error: got select error (Connection refused)\nerror: unab
 
 def listing(**jobs: str) -> str:
     rows = {True: "", False: ""}
-    for job, reserved_short_options in jobs.items():
-        running = "q" not in reserved_short_options
-        rows[running] += ROW.format(
-            group="running" if running else "pending",
-            job=job[1:],
-            reserved_short_options=reserved_short_options,
-        )
+    for job, letters in jobs.items():
+        running = "q" not in letters
+        rows[running] += ROW.format(group="running" if running else "pending", job=job[1:], letters=letters)
     return (
         "<?xml version='1.0'?>\n<job_info  xmlns:xsd=\"http://arc.liv.ac.uk/repos/darcs/sge/source/dist/util/resources/schemas/qstat/qstat.xsd\">\n"
         f"  <queue_info>\n{rows[True]}  </queue_info>\n  <job_info>\n{rows[False]}  </job_info>\n</job_info>\n"
@@ -74,7 +70,7 @@ def planned(nodes: int = 3, **more: Any) -> tuple[LaunchRequest, Plan]:
 
 class Grid(Scheduler):
     def called(self, argv: Sequence[str]) -> str:
-        scripts = {"MINE": "qstat", "MARKS": "marks", "ASK": "ask"}
+        scripts = {"QUERY_OWN_JOBS": "qstat", "QUERY_TAGS": "marks", "WRITE_REQUEST": "ask"}
         sketch = sys.modules["heliostat.backends.gridengine"]
         names = {getattr(sketch, key): name for key, name in scripts.items()}
         return names[argv[2]] if argv[0] == "sh" else argv[0]
@@ -122,25 +118,17 @@ def test_a_job_is_submitted_once(backend: Backend) -> None:
     known = Grid(marks=(0, f"=== 4\n=== 6\ncontext:                    HELIOSTAT={mark}\n", ""))
     (handle,) = backend.launch(plan, request, known)
     assert handle.native_id == "6", "an interrupted `up` had submitted it"
-    with pytest.raises(HeliostatError, match="did not take the job") as caught:
+    with pytest.raises(HeliostatError, match="rejected the job") as caught:
         no = 'Unable to run job: job rejected: the requested parallel environment "ray" does not exist.\nExiting.\n'
         list(backend.launch(plan, request, Grid(marks=(0, "", ""), qsub=(1, "", no))))
     assert "does not exist" in caught.value.cause
 
 
 def test_its_words_become_ours(backend: Backend) -> None:
-    reserved_short_options = {
-        "j1": "qw",
-        "j2": "hqw",
-        "j3": "Eqw",
-        "j4": "r",
-        "j5": "t",
-        "j6": "dr",
-        "j7": "x",
-    }
+    letters = {"j1": "qw", "j2": "hqw", "j3": "Eqw", "j4": "r", "j5": "t", "j6": "dr", "j7": "x"}
     states = [N.QUEUED, N.QUEUED, N.FAILED, N.ALLOCATED, N.ALLOCATED, N.STOPPING, N.UNKNOWN]
     asked = [Handle(str(i), ("head",), {"folder": "/f"}) for i in range(1, 9)]
-    seen = backend.observe(asked, Grid(qstat=(0, listing(**reserved_short_options), "")))
+    seen = backend.observe(asked, Grid(qstat=(0, listing(**letters), "")))
     assert [seen[str(i)].state for i in range(1, 9)] == [*states, N.GONE]
     for answer in ((1, "", DOWN), (0, "no xml", ""), HeliostatError("`sh` did not end within 20 s")):
         seen = backend.observe(asked, Grid(qstat=answer))
@@ -150,8 +138,8 @@ def test_its_words_become_ours(backend: Backend) -> None:
 def test_it_is_asked_before_it_is_ended(backend: Backend) -> None:
     one = [Handle("7", ("head", "w1"), {"folder": "/f", "grace_s": 60})]
     says = Grid(ask=(0, "", ""), qdel=(0, "", ""))
-    for how in ("ask", "kill", "force"):
-        backend._end(one, says, how)  # type: ignore[attr-defined]
+    for method in ("request", "kill", "force"):
+        backend._stop_jobs(one, says, method)  # type: ignore[attr-defined]
     assert [words[0] for words in says.asked] == ["sh", "qdel", "qdel"]
     assert says.asked[1] == ["qdel", "7"] and says.asked[2] == ["qdel", "-f", "7"]
 

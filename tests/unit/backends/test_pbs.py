@@ -20,6 +20,7 @@ from heliostat.backends import batch
 from heliostat.backends.base import Handle, LaunchRequest, Observation, Plan
 from heliostat.backends.pbs import backend as pbs
 from heliostat.backends.pbs import qstat as pbs_qstat
+from heliostat.backends.pbs import queues as pbs_queues
 from heliostat.cli import join, native, run, up
 from heliostat.cluster import planner
 from heliostat.common.errors import DeadlineError, HeliostatError, UsageError
@@ -56,14 +57,14 @@ class Pbs(Scheduler):
 
     def called(self, argv: Sequence[str]) -> str:
         names = {
-            pbs._FIND: "find",
-            pbs._QUEUES: "queues",
-            pbs._ASK: "ask",
-            pbs._ASK_TORQUE: "ask",
-            pbs._MINE: "mine",
+            pbs_queues.FIND_QSTAT: "find",
+            pbs_queues.QUERY_QUEUES: "queues",
+            pbs._QUERY_JOBS: "ask",
+            pbs._QUERY_JOBS_TORQUE: "ask",
+            pbs._QUERY_OWN_JOBS: "mine",
         }
         if argv[0] == "sh":
-            return names.get(argv[2], "qsub" if argv[2] == pbs._IN_FOLDER else "sh")
+            return names.get(argv[2], "qsub" if argv[2] == pbs._RUN_IN_DIRECTORY else "sh")
         return argv[0].rpartition("/")[2]
 
 
@@ -124,9 +125,9 @@ def test_what_waits_says_why() -> None:
     assert observe("Q", busy).reason == "waits: Insufficient amount of resource: ncpus (R: 6 A: 1 T: 6)"
     assert observe("Q").reason == "has just been submitted"
     held = observe("H", "Job held by ann on Sat Nov 14", substate=20, Hold_Types="u")
-    assert (held.state, held.reason) == (N.QUEUED, "is held; qrls lets it go")
+    assert (held.state, held.reason) == (N.QUEUED, "is held; qrls releases it")
     assert observe("H", "", substate=22, Hold_Types="s").reason == "waits for another job"
-    assert observe("W").reason == "its time has not come yet"
+    assert observe("W").reason == "waits for its start time"
 
 
 def test_a_job_that_is_being_deleted_is_still_in_r() -> None:
@@ -199,7 +200,7 @@ def test_the_question_itself(tmp_path: Path) -> None:
         'case "$i$1" in 8-f) echo {}; exit 35;; 8-x) echo "{8}";; 9-f) echo "no 9" >&2; exit 153;; 10-f) exit 255;; *) echo "{$i}";; esac\n'
     )
     qstat.chmod(0o755)
-    asked = ["sh", "-c", pbs._ASK, str(qstat), "7", "8", "9", "10", "11"]
+    asked = ["sh", "-c", pbs._QUERY_JOBS, str(qstat), "7", "8", "9", "10", "11"]
     done = subprocess.run(asked, capture_output=True, text=True, timeout=60)
     assert done.stdout == "=== 0 7\n{7}\n=== 35 8\n{8}\n=== 153 9\nno 9\n=== 255 10\n\n"
     assert "-x -f -F json 8" in qstat.with_name("qstat.log").read_text()
@@ -218,7 +219,9 @@ def test_what_an_interrupted_command_submitted_is_found_by_its_mark() -> None:
     assert [h.native_id for h in find_orphans] == ["5", "6"] and find_orphans[0].detail[
         "bin"
     ] == "/opt/pbs/bin"
-    with pytest.raises(HeliostatError, match="does not list its jobs"):  # nobody knows that there is none
+    with pytest.raises(
+        HeliostatError, match="cannot list the jobs of PBS"
+    ):  # nobody knows that there is none
         BACKEND.find_orphans("abc", {}, Pbs(find=(0, "", "")))
 
 
@@ -226,11 +229,11 @@ def test_what_an_interrupted_command_submitted_is_found_by_its_mark() -> None:
 
 
 def test_one_that_waits_is_deleted_and_one_that_runs_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("END_S", "CANCEL_S"):
+    for name in ("STOP_TIMEOUT_S", "CANCEL_TIMEOUT_S"):
         monkeypatch.setattr(batch, name, 0.0)
     told = answers((0, "7.ctl", job("R")), (0, "8.ctl", job("H")), (153, "9.ctl", NOBODY))
     says = Pbs(ask=told, qdel=(0, "", ""), qsig=(0, "", ""))
-    with pytest.raises(HeliostatError, match="could not be ended") as caught:
+    with pytest.raises(HeliostatError, match="could not be stopped") as caught:
         BACKEND.cancel(handles("7.ctl", "8.ctl", "9.ctl"), says)
     assert caught.value.hint == "qdel -W force 7.ctl 8.ctl"
     sent = [words for words in says.asked if words[0] != "sh"]
@@ -256,7 +259,7 @@ def test_one_that_is_gone_before_it_is_deleted(name: str) -> None:
 
 
 def test_one_that_did_not_listen_yet_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch, "AGAIN_S", 0.0)
+    monkeypatch.setattr(batch, "REPEAT_STOP_S", 0.0)
 
     class Slow(Pbs):
         def run(self, argv: Sequence[str], *, input: bytes = b"", timeout: float) -> Any:
@@ -284,12 +287,12 @@ def test_one_that_did_not_listen_yet_is_asked_again(monkeypatch: pytest.MonkeyPa
     ],
 )
 def test_who_answers_to_the_name(said: list[str], kind: tuple[int, str]) -> None:
-    assert pbs_qstat.kind(said) == kind
+    assert pbs_qstat.identify_qstat(said) == kind
 
 
 @pytest.mark.parametrize(
     ("said", "cause", "hint"),
-    [(SLURMS, "SLURM's commands", "--on slurm"), (GRID_ENGINE, "Grid Engine's commands", "Grid Engine is no site"),
+    [(SLURMS, "Slurm's commands", "--on slurm"), (GRID_ENGINE, "Grid Engine's commands", "no backend for Grid Engine"),
      ("qstat: unknown option", "qstat --version: qstat: unknown option", "login node")],
 )  # fmt: skip
 def test_others_of_the_same_names_are_refused(said: str, cause: str, hint: str) -> None:
@@ -312,7 +315,7 @@ def test_others_before_pbs_on_the_path() -> None:
     )
     found = {check.name: check for check in BACKEND.checks(None, says)}
     assert found["PATH"].verdict == "warn" and "/usr/bin" in found["PATH"].found
-    assert found["server"].verdict == "ok" and "shut (takes no jobs)" in found["server"].found
+    assert found["server"].verdict == "ok" and "shut (disabled)" in found["server"].found
 
 
 def test_a_server_that_does_not_answer_is_no_survey() -> None:
@@ -409,7 +412,7 @@ def test_a_node_that_comes_later_has_its_own_chunk() -> None:
     ("text", "size"), [("mem=64gb", 64 * GIB), ("ncpus=1:mem=512MB", GIB // 2), ("mem=1024", 1024), ("mem=1kw", 8192), ("mem=1zb", None), ("", None)]
 )  # fmt: skip
 def test_memory_of_a_chunk(text: str, size: int | None) -> None:
-    assert pbs_qstat.memory(text) == size
+    assert pbs_qstat.chunk_memory(text) == size
 
 
 @pytest.mark.parametrize(
@@ -420,12 +423,12 @@ def test_memory_of_a_chunk(text: str, size: int | None) -> None:
         ({"pbs": {"extra": ["-l", "nodes=n1:ppn=2"]}}, "`nodes=n1:ppn=2` cannot be used", "-l select="),
         ({"nodes": 2, "pbs": {"place": "pack"}}, "`place=pack` cannot be used", "scatter"),
         ({"nodes": 2, "pbs": {"select": "3:ncpus=1"}}, "`nodes` (2) and the 3 nodes", "keep one"),
-        ({"pbs": {"extra": ["-l", "ncpus=2"]}}, "`-l ncpus` cannot stand", "--cpus-per-node N"),
+        ({"pbs": {"extra": ["-l", "ncpus=2"]}}, "`-l ncpus` cannot be combined", "--cpus-per-node N"),
         ({"pbs": {"extra": ["-l", "walltime=abc"]}}, "`-l walltime=abc` cannot", "HH:MM:SS"),
-        ({"pbs": {"extra": ["--partition=gpu"]}}, "`--partition` is no option of qsub", "-q gpu"),
+        ({"pbs": {"extra": ["--partition=gpu"]}}, "`--partition` is not an option of qsub", "-q gpu"),
         ({"pbs": {"extra": ["-W", "block=true"]}}, "`-W block`", "--detach"),
         ({"pbs": {"time": "30"}}, "`pbs.time` cannot be used", ""),
-        ({"groups": {"g": {"nodes": 3, "options": {"select": "2:ncpus=1"}}}}, "the group `g` has 3 nodes, its select 2", "one chunk"),
+        ({"groups": {"g": {"nodes": 3, "options": {"select": "2:ncpus=1"}}}}, "the group `g` has 3 nodes, its select statement 2", "one chunk"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_said(values: dict[str, Any], what: str, hint: str) -> None:
@@ -434,12 +437,12 @@ def test_what_cannot_be_is_said(values: dict[str, Any], what: str, hint: str) ->
     assert hint in caught.value.hint and caught.value.exit_code == 2
 
 
-@pytest.mark.parametrize("name", [name for name in pbs_qstat.OWNED if name != "--"])
+@pytest.mark.parametrize("name", [name for name in pbs_qstat.RESERVED_OPTIONS if name != "--"])
 @pytest.mark.parametrize("spelled", ["{} x", "{}x"])
 def test_options_that_are_ours_are_refused_by_name(name: str, spelled: str) -> None:
     with pytest.raises(HeliostatError, match=f"`{name}` is set by Heliostat") as caught:
         planned(pbs={"extra": spelled.format(name).split()})
-    assert caught.value.exit_code == 2 and caught.value.hint == pbs_qstat.OWNED[name]
+    assert caught.value.exit_code == 2 and caught.value.hint == pbs_qstat.RESERVED_OPTIONS[name]
 
 
 @pytest.mark.parametrize(
@@ -447,10 +450,14 @@ def test_options_that_are_ours_are_refused_by_name(name: str, spelled: str) -> N
     [
         ({"pbs": {"queue": "wokq"}}, "no queue `wokq`", "workq, short, shut, door"),
         ({"pbs": {"extra": ["-q", "wokq"]}}, "no queue `wokq`", "workq, short, shut, door"),
-        ({"pbs": {"queue": "shut"}}, "`shut` takes no jobs now", "workq, short, door"),
-        ({"nodes": 3, "pbs": {"queue": "short"}}, "`short` lets one job have 2 nodes, 3 are", "--nodes 2"),
-        ({"time": "2h", "pbs": {"queue": "short"}}, "`short` lets a job run 1h at most", "--time 60m"),
-        ({"pbs": {"queue": "short", "extra": ["-l", "walltime=7200"]}}, "`short` lets a job run 1h", "2h"),
+        ({"pbs": {"queue": "shut"}}, "`shut` is disabled", "workq, short, door"),
+        ({"nodes": 3, "pbs": {"queue": "short"}}, "`short` allows 2 nodes per job, 3 are", "--nodes 2"),
+        ({"time": "2h", "pbs": {"queue": "short"}}, "`short` allows jobs of at most 1h", "--time 60m"),
+        (
+            {"pbs": {"queue": "short", "extra": ["-l", "walltime=7200"]}},
+            "`short` allows jobs of at most 1h",
+            "2h",
+        ),
     ],
 )
 def test_what_the_queue_never_takes_is_refused_before_it_is_asked_for(
@@ -488,9 +495,11 @@ def test_time() -> None:
 def test_the_agent_keeps_the_time(values: dict[str, Any], grace: int) -> None:
     said = agents(**values)
     assert (said["grace_s"], said["margin_s"], said["enforce_time_limit"]) == (grace, batch.MARGIN_S, False)
-    assert said["time_limit_s"] == pbs_qstat.seconds(resources(**values)["walltime"])
+    assert said["time_limit_s"] == pbs_qstat.parse_walltime(resources(**values)["walltime"])
     lines = script(environment={"setup": ["module load cuda"]}).splitlines()
-    assert lines.index(pbs.BEGAN) < lines.index("module load cuda"), "walltime runs while modules are loaded"
+    assert lines.index(pbs.EXPORT_START_TIME) < lines.index("module load cuda"), (
+        "walltime runs while modules are loaded"
+    )
 
 
 # -- groups
@@ -508,7 +517,7 @@ def test_a_group_is_a_job_of_its_own_that_starts_after_the_heads() -> None:
     assert "select=2:ncpus=4\n" in cpu and "select=1:ngpus=2:model=x\n" in big and "#PBS -q gpu\n" in big
     says = Pbs(mine=(0, "", ""), qsub=(0, "41.ctl\n", ""))
     assert [handle.nodes for handle in BACKEND.launch(plan, request, says)] == [s.nodes for s in plan.steps]
-    sent = [words for words in says.asked if words[2] == pbs._IN_FOLDER]
+    sent = [words for words in says.asked if words[2] == pbs._RUN_IN_DIRECTORY]
     assert ["depend=after:41.ctl" in words for words in sent] == [False, True, True]
     assert all(words[3] == "/home/me/.heliostat/clusters/lab/logs" for words in sent), (
         "the log's folder is there"
@@ -521,10 +530,10 @@ def test_a_group_is_a_job_of_its_own_that_starts_after_the_heads() -> None:
 @pytest.mark.parametrize(
     ("code", "ours", "err", "cause", "hint"),
     [
-        (170, "pbs.invalid_queue", "qsub: Unknown queue\n", "Unknown queue (there is no such queue)", "heliostat up --dry-run"),
+        (170, "pbs.invalid_queue", "qsub: Unknown queue\n", "Unknown queue (no such queue)", "heliostat up --dry-run"),
         (187, "pbs.unknown_resource", "qsub: Unknown resource: ngpus\n", "no such resource", "pbs.gpu in the file"),
         (187, "pbs.unknown_resource", "qsub: Unknown resource: foo\n", "no such resource", "no resource `foo`"),
-        (175, "pbs.access_denied", "qsub: Bad UID for job execution\n", "may not submit from this host", "not as root"),
+        (175, "pbs.access_denied", "qsub: Bad UID for job execution\n", "to submit from this host", "not as root"),
         (5, "pbs.invalid_select", 'qsub: "-lresource=" cannot be used with "select" or "place", resource is: ncpus\n', "resource is: ncpus (", "-l select="),
         (2, "pbs.invalid_option", "qsub: illegal -N value\nusage: qsub\n", "usage: qsub", "man qsub"),
         (1, "pbs.rejected", "qsub: script contains cr, lf\n", "qsub: script contains cr, lf", "--dry-run"),

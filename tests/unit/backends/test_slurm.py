@@ -17,7 +17,8 @@ import pytest
 from heliostat.backends import batch
 from heliostat.backends.base import Handle, LaunchRequest, Observation, Plan
 from heliostat.backends.slurm import backend as slurm
-from heliostat.backends.slurm import states
+from heliostat.backends.slurm import options as slurm_options
+from heliostat.backends.slurm import partitions, states
 from heliostat.cli import join, native, run, up
 from heliostat.cluster import planner
 from heliostat.common.errors import Code, DeadlineError, HeliostatError, UsageError
@@ -70,7 +71,7 @@ def test_words_with_more_behind_them() -> None:
     seen = observe("CANCELLED by 1000|None|N/A|")
     assert (seen.state, seen.native_state, seen.reason) == (N.GONE, "CANCELLED", "the job was cancelled")
     assert observe("TIMEOUT|TimeLimit|2026-01-01T00:00:00|n1").reason == "the time limit was reached"
-    assert observe("NODE_FAIL|None|N/A|").reason == "a machine of the job failed"
+    assert observe("NODE_FAIL|None|N/A|").reason == "a node of the job failed"
     assert observe("RUNNING|None|2026-01-01T00:00:00|n[1-2]").reason == ""
 
 
@@ -84,7 +85,7 @@ def test_a_job_that_waits_says_why(reason: str, words: str) -> None:
 
 
 def test_a_reason_of_a_newer_slurm_is_kept() -> None:
-    assert observe("PENDING|NewInSlurm30|N/A|").reason == "SLURM says NewInSlurm30"
+    assert observe("PENDING|NewInSlurm30|N/A|").reason == "pending in Slurm (NewInSlurm30)"
 
 
 def test_a_job_that_waits_knows_its_place() -> None:
@@ -96,12 +97,16 @@ def test_a_job_that_waits_knows_its_place() -> None:
             return super().run(argv, input=input, timeout=timeout)
 
     seen = BACKEND.observe(handles("7"), Queue(squeue=(0, "7|PENDING|Priority|N/A|debug\n", "")))["7"]
-    assert seen.reason == "other jobs are before it (Priority), place 3 of 4 in the queue of `debug`"
+    assert (
+        seen.reason == "waits for jobs of higher priority (Priority), position 3 of 4 in the queue of `debug`"
+    )
 
 
 def test_a_job_that_waits_says_when_if_slurm_knows() -> None:
     seen = observe("PENDING|Priority|2026-03-04T05:06:07|")
-    assert seen.reason == "other jobs are before it (Priority), expected to start 2026-03-04 05:06:07"
+    assert (
+        seen.reason == "waits for jobs of higher priority (Priority), expected to start 2026-03-04 05:06:07"
+    )
 
 
 @pytest.mark.parametrize(("reason", "words"), states.NEVER.items())
@@ -137,7 +142,7 @@ def test_several_of_which_one_is_forgotten() -> None:
 def test_silence_is_not_death(answer: tuple[int, str, str] | HeliostatError) -> None:
     seen = BACKEND.observe(handles("7", "8"), Scheduler(squeue=answer))
     assert [o.state for o in seen.values()] == [N.UNKNOWN, N.UNKNOWN]
-    assert all("SLURM does not answer" in o.reason for o in seen.values())
+    assert all("Slurm does not answer" in o.reason for o in seen.values())
 
 
 def test_a_job_of_another_cluster_is_asked_for_there() -> None:
@@ -150,7 +155,9 @@ def test_what_an_interrupted_command_submitted_is_found_by_its_comment() -> None
     out = "5|heliostat:abc\n6|heliostat:abc-w2\n7|heliostat:abcd\n8|(null)\n9|heliostat:other\n"
     found = BACKEND.find_orphans("abc", ClusterSpec(on="slurm"), Scheduler(squeue=(0, out, "")))
     assert [h.native_id for h in found] == ["5", "6"]
-    with pytest.raises(HeliostatError, match="does not list its jobs"):  # nobody knows that there is none
+    with pytest.raises(
+        HeliostatError, match="cannot list the jobs of Slurm"
+    ):  # nobody knows that there is none
         BACKEND.find_orphans("abc", ClusterSpec(on="slurm"), Scheduler(squeue=(1, "", "no")))
 
 
@@ -158,11 +165,11 @@ def test_what_an_interrupted_command_submitted_is_found_by_its_comment() -> None
 
 
 def test_a_job_that_waits_is_cancelled_and_one_that_runs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch, "END_S", 0.0)
-    monkeypatch.setattr(batch, "CANCEL_S", 0.0)
+    monkeypatch.setattr(batch, "STOP_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(batch, "CANCEL_TIMEOUT_S", 0.0)
     out = "7|RUNNING|None|N/A|n1\n8|PENDING|Dependency|N/A|\n9|COMPLETED|None|N/A|\n"
     says = Scheduler(squeue=(0, out, ""), scancel=(0, "", ""))
-    with pytest.raises(HeliostatError, match="could not be ended") as caught:
+    with pytest.raises(HeliostatError, match="could not be stopped") as caught:
         BACKEND.cancel(handles("7", "8", "9"), says)
     assert caught.value.cause == "still in the queue: 7, 8" and caught.value.hint == "scancel 7 8"
     told = [words for words in says.asked if words[0] == "scancel"]
@@ -179,7 +186,7 @@ def test_ending_many_costs_one_question() -> None:
 
 
 def test_partitions() -> None:
-    found = slurm.partitions(SINFO + "garbage\n\n")
+    found = partitions.parse_partitions(SINFO + "garbage\n\n")
     assert list(found) == ["debug", "long", "gpu", "shut"]
     assert [name for name, entry in found.items() if entry["default"]] == ["debug"]
     assert [entry["time_s"] for entry in found.values()] == [3600, None, 2 * 86400, 86400]
@@ -189,11 +196,11 @@ def test_partitions() -> None:
         "1 x 32 CPUs, 512000 MB, gpu:big:2",
         "1 x 32 CPUs, 256000 MB, gpu:small:1",
     ]
-    assert slurm.partitions("") == {}
+    assert partitions.parse_partitions("") == {}
 
 
 def test_a_controller_that_does_not_answer_is_no_survey() -> None:
-    options = slurm.Options()
+    options = slurm_options.Options()
     for answer in (
         DeadlineError("no answer"),
         (1, "", "slurm_load_partitions: Unable to contact slurm controller"),
@@ -235,11 +242,11 @@ def directives(*args: Any, **values: Any) -> dict[str, str]:
         ({"slurm": {"partition": "gup"}}, "no partition `gup`", "debug, long, gpu, shut"),
         ({"slurm": {"extra": ["-pgup"]}}, "no partition `gup`", "debug, long, gpu, shut"),
         ({"slurm": {"extra": ["--partition", "gup"]}}, "no partition `gup`", "debug, long, gpu, shut"),
-        ({"nodes": 5}, "`debug` has 4 nodes, 5 are asked for", "--nodes 4, or --partition=long"),
-        ({"nodes": 9}, "`debug` has 4 nodes, 9 are asked for", "--nodes 4"),
-        ({"nodes": 3, "slurm": {"partition": "gpu"}}, "`gpu` lets one job have 1 node, 3 are", "gpu:big:2"),
-        ({"time": "2h"}, "`debug` lets a job run 1h at most", "--time 60m, or --partition=long"),
-        ({"slurm": {"time": "3-0", "partition": "gpu"}}, "`gpu` lets a job run", "--partition=long"),
+        ({"nodes": 5}, "`debug` has 4 nodes, 5 are requested", "--nodes 4, or --partition=long"),
+        ({"nodes": 9}, "`debug` has 4 nodes, 9 are requested", "--nodes 4"),
+        ({"nodes": 3, "slurm": {"partition": "gpu"}}, "`gpu` allows 1 node per job, 3 are", "gpu:big:2"),
+        ({"time": "2h"}, "`debug` allows jobs of at most 1h", "--time 60m, or --partition=long"),
+        ({"slurm": {"time": "3-0", "partition": "gpu"}}, "`gpu` allows jobs of at most", "--partition=long"),
         ({"slurm": {"partition": "shut"}}, "`shut` is down", "debug, long"),
     ],
 )
@@ -306,7 +313,7 @@ def test_a_group_is_a_job_of_its_own_that_starts_after_the_heads() -> None:
     spec = loader.check({"name": "lab", "on": "slurm", "groups": groups}, {}, ["local", "slurm"])
     _, plan = planner.plan(ClusterFolder(Path("/f/lab")), spec)
     assert [step.nodes for step in plan.steps] == [("head",), ("cpu-1", "cpu-2"), ("big-1",)]
-    assert [slurm.AFTER in step.argv for step in plan.steps] == [False, True, True]
+    assert [slurm.AFTER_HEAD in step.argv for step in plan.steps] == [False, True, True]
     head, cpu, big = (file.text for file in plan.files)
     assert '"queued": ["cpu-1", "cpu-2", "big-1"]' in head and '"queued"' not in cpu + big
     assert "--nodes=2" in cpu and "--cpus-per-task=4" in cpu and "--partition" not in head + cpu
@@ -344,26 +351,26 @@ def test_a_wrong_option_of_a_group_is_named() -> None:
     ],
 )
 def test_options_for_sbatch(words: list[str], found: list[str]) -> None:
-    assert batch.options_of(words, slurm.OWNED, slurm.FLAGS) == found
+    assert batch.parse_options(words, slurm_options.RESERVED_OPTIONS, slurm_options.FLAGS) == found
 
 
-@pytest.mark.parametrize("name", slurm.OWNED)
+@pytest.mark.parametrize("name", slurm_options.RESERVED_OPTIONS)
 @pytest.mark.parametrize("spelled", ["{} 3", "{}=3"])
 def test_options_that_are_ours_are_refused_by_name(name: str, spelled: str) -> None:
     with pytest.raises(HeliostatError, match=f"`{name}` is set by Heliostat") as caught:
-        batch.options_of(spelled.format(name).split(), slurm.OWNED, slurm.FLAGS)
-    assert caught.value.exit_code == 2 and caught.value.hint == slurm.OWNED[name]
+        batch.parse_options(spelled.format(name).split(), slurm_options.RESERVED_OPTIONS, slurm_options.FLAGS)
+    assert caught.value.exit_code == 2 and caught.value.hint == slurm_options.RESERVED_OPTIONS[name]
 
 
 @pytest.mark.parametrize("word", ["-N4", "-n8", "-Jname", "-t5", "-o/dev/null"])
 def test_also_with_the_value_right_behind_the_letter(word: str) -> None:
     with pytest.raises(HeliostatError, match=f"`{word[:2]}` is set by Heliostat"):
-        batch.options_of([word], slurm.OWNED, slurm.FLAGS)
+        batch.parse_options([word], slurm_options.RESERVED_OPTIONS, slurm_options.FLAGS)
 
 
 def test_a_word_that_is_no_option_is_refused() -> None:
     with pytest.raises(HeliostatError, match="`gpu` is not an option"):
-        batch.options_of(["--exclusive", "gpu"], slurm.OWNED, slurm.FLAGS)
+        batch.parse_options(["--exclusive", "gpu"], slurm_options.RESERVED_OPTIONS, slurm_options.FLAGS)
 
 
 # -- the script
@@ -516,9 +523,9 @@ def test_export_is_ours() -> None:
 # what sbatch of Slurm 20.11 to 25 prints, after `sbatch: error: `
 REJECTIONS = [
     ("Batch job submission failed: Invalid account or account/partition combination specified", Code.SLURM_INVALID_ACCOUNT, "your accounts: phys; bio"),
-    ("invalid partition specified: nosuch", Code.SLURM_INVALID_PARTITION, "partitions here: debug; long"),
+    ("invalid partition specified: nosuch", Code.SLURM_INVALID_PARTITION, "available partitions: debug; long"),
     ("Batch job submission failed: Required partition not available (inactive or drain)", Code.SLURM_PARTITION_DOWN, "sinfo"),
-    ("Batch job submission failed: Invalid qos specification", Code.SLURM_INVALID_QOS, "QOS here: phys; bio"),
+    ("Batch job submission failed: Invalid qos specification", Code.SLURM_INVALID_QOS, "available QOS: phys; bio"),
     ("Batch job submission failed: Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)",
      Code.SLURM_JOB_LIMIT, "squeue --me"),
     ("Batch job submission failed: Requested time limit is invalid (missing or exceeds some limit)", Code.SLURM_TIME_LIMIT, "limits: "),
@@ -548,7 +555,7 @@ def test_a_rejection_has_a_code_and_a_hint(words: str, code: Code, hint: str) ->
 
 
 def test_an_option_that_sbatch_does_not_know() -> None:
-    assert states.rejection("sbatch: unrecognized option '--accuont=x'") is Code.SLURM_INVALID_OPTION
+    assert states.rejection_code("sbatch: unrecognized option '--accuont=x'") is Code.SLURM_INVALID_OPTION
 
 
 def test_every_code_of_a_rejection_is_tried_above() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from heliostat.backends import ssh as over_ssh
 from heliostat.backends.base import Handle, LaunchRequest, Plan
-from heliostat.backends.ssh import BACKEND, ssh_words
+from heliostat.backends.ssh import BACKEND, ssh_command
 from heliostat.cluster import planner
 from heliostat.cluster.manager import ClusterManager
 from heliostat.common.errors import HeliostatError, UsageError
@@ -51,7 +51,7 @@ def plan(*machines: Any, **values: Any) -> tuple[LaunchRequest, Plan]:
     ],
 )
 def test_what_one_would_type(host: dict[str, Any], words: list[str]) -> None:
-    assert list(ssh_words(Host(**{"host": "zinc", **host}))) == words
+    assert list(ssh_command(Host(**{"host": "zinc", **host}))) == words
 
 
 def test_one_script_a_node_in_a_folder_of_its_own() -> None:
@@ -216,9 +216,9 @@ def test_one_that_never_started_is_not_asked_again(machines: Any) -> None:
 
 def test_whoever_cannot_be_stopped_is_named(machines: Any) -> None:
     machines(gold=Far('{"ok": true}'), zinc=Far(DOWN), tin=Far('{"ok": false, "left": [7]}'))
-    with pytest.raises(HeliostatError, match="could not be told to stop") as caught:
+    with pytest.raises(HeliostatError, match="could not be stopped") as caught:
         BACKEND.cancel([handle("gold", "head"), handle("zinc"), handle("tin")], None)  # type: ignore[arg-type]
-    assert caught.value.cause == "zinc: Connection refused; tin: still there: [7]"
+    assert caught.value.cause == "zinc: Connection refused; tin: still running: [7]"
 
 
 def test_an_agent_that_nobody_knows_of(machines: Any) -> None:

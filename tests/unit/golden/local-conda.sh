@@ -1,5 +1,5 @@
 #!/bin/bash
-# heliostat: one node of `lab` on this computer; its config comes on standard input
+# heliostat: one node of `lab` on this host; its config comes on standard input
 exec 3<&0 </dev/null
 eval "$("${CONDA_EXE:-conda}" shell.bash hook)" || exit 1
 conda activate 'my env' || exit 1

@@ -1,5 +1,5 @@
 #!/bin/bash
-# heliostat: one node of `lab` on this computer; its config comes on standard input
+# heliostat: one node of `lab` on this host; its config comes on standard input
 exec 3<&0 </dev/null
 module load cuda/12.4
 export A='b c'

@@ -14,7 +14,7 @@ import pytest
 
 from heliostat.common.errors import HeliostatError
 from heliostat.remote import ssh
-from heliostat.remote.directory import PLACE, RemoteDirectory
+from heliostat.remote.directory import REMOTE_ROOT, RemoteDirectory
 from heliostat.remote.ssh import HINTS, Ssh
 from heliostat.state.store import ClusterFolder
 
@@ -267,7 +267,7 @@ def test_a_port_of_the_other_side(far: Path, monkeypatch: pytest.MonkeyPatch, un
 def mirror(far: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RemoteDirectory:
     monkeypatch.setattr("heliostat.remote.directory.PULL_S", 0.0)
     (tmp_path / "near/logs").mkdir(parents=True)
-    return RemoteDirectory(ClusterFolder(tmp_path / "near"), Ssh("login"), far / "home" / PLACE / "a b")
+    return RemoteDirectory(ClusterFolder(tmp_path / "near"), Ssh("login"), far / "home" / REMOTE_ROOT / "a b")
 
 
 def test_what_is_pushed_is_there_whole(mirror: RemoteDirectory) -> None:

@@ -23,6 +23,7 @@ from heliostat.backends.base import (
     LaunchRequest,
     Observation,
     Plan,
+    Platform,
     PlatformStatus,
     Question,
     Step,
@@ -36,7 +37,6 @@ from heliostat.backends.cloud.files import Json
 from heliostat.backends.cloud.state import ANSWER, ENDED, INSTANCES, LAST_S, LOG, LOOKED, PROCESS
 from heliostat.backends.overrides import merge
 from heliostat.common.errors import Code, HeliostatError, UsageError
-from heliostat.common.limits import MOST_NODES
 from heliostat.remote.ssh import connect
 from heliostat.remote.transport import Local
 from heliostat.state.files import read_json, write_atomic
@@ -55,18 +55,10 @@ SOON_S, LATER_S = 3.0, 15.0  # between two such questions: while something is on
 END_S = 1200.0
 
 
-class Launcher:
+class Launcher(Platform):
     """A cloud. A site says how its machines are written in Ray's file: `provider` and `node`."""
 
-    name: ClassVar[str]
-    Options: ClassVar[type]
     packages: ClassVar[Mapping[str, str]]  # modules that must be importable, and what pip calls them
-    starts_ray: ClassVar[bool] = False
-    shares_files: ClassVar[bool] = False
-    autoscales: ClassVar[bool] = True
-    most_nodes: ClassVar[int] = MOST_NODES
-    takes_options: ClassVar[bool] = False
-    reserved_short_options: ClassVar[tuple[str, ...]] = ()
     poll_interval: ClassVar[tuple[float, float]] = (2.0, 15.0)
 
     def __init__(self) -> None:
@@ -138,9 +130,6 @@ class Launcher:
         provider = given["provider"] if given else self.provider(self.Options(**table))
         return {"cluster_name": "none", "provider": provider}
 
-    def nodes_of(self, table: Mapping[str, Any]) -> int | None:
-        return None
-
     def _missing_package(self) -> str | None:
         import importlib.util
 
@@ -162,9 +151,6 @@ class Launcher:
                 code=Code.CLOUD_MISSING_PACKAGE,
             )
         require_programs(("ssh", "rsync"), "install it on this machine", host)
-
-    def survey(self, options: Any, host: Transport) -> Mapping[str, Any]:
-        return {}
 
     def plan(self, request: LaunchRequest) -> Plan:
         render.check(request, self.name)
@@ -245,9 +231,6 @@ class Launcher:
         operation = {**step.config, "temp": str(folder / "tmp"), "answer": str(folder / ANSWER)}
         spawned.feed(json.dumps(operation).encode())
 
-    def find_orphans(self, mark: str | None, spec: ClusterSpec, host: Transport) -> list[Handle]:
-        return []  # nothing is started before its handle is on record
-
     def _ask(self, operation: Json, folder: Path | None, host: Transport, seconds: float) -> Json:
         """One operation, to its end. Raises what the cloud said."""
         import tempfile
@@ -307,32 +290,37 @@ class Launcher:
         return answer
 
     def platform_status(
-        self, handle: Handle, members: Sequence[NodeRecord], before: Mapping[str, Any], host: Transport
+        self, handle: Handle, nodes: Sequence[NodeRecord], before: Mapping[str, Any], host: Transport
     ) -> PlatformStatus:
         operation, words = about.operation(handle)
         settled = bool(before) and all(one.get("state") == N.READY for one in before.values())
-        seen, named, head, table = self._see(handle, members, before, host, LATER_S if settled else SOON_S)
+        seen, named, head, table = self._see(handle, nodes, before, host, LATER_S if settled else SOON_S)
         if settled and not {one.get("internal_ip") for one in named.values()} <= (table or {}).keys():
-            seen, named, head, table = self._see(handle, members, before, host, 0)  # something has changed
-        nodes = {}
-        for name, role, group in about.roll(handle, members, named):
+            seen, named, head, table = self._see(handle, nodes, before, host, 0)  # something has changed
+        statuses = {}
+        for name, role, group in about.roll(handle, nodes, named):
             state, reason = about.judge(
                 named.get(name), role, operation, words, table, before.get(name) or {}, seen
             )
-            if state is N.GONE and role != "head" and name not in {member.name for member in members}:
+            if state is N.GONE and role != "head" and name not in {node.name for node in nodes}:
                 continue  # it came with demand, and went with it
             one = named.get(name) or {}
             if state is N.READY:
                 reason = prices.one(*(handle.detail["instances"].get(one.get("type")) or ("instance", False)))
             told = {"state": str(state), "reason": reason, "role": role, "group": group}
-            nodes[name] = {**told, "ip": one.get("internal_ip"), "host": one.get("id"), "id": one.get("id")}
+            statuses[name] = {
+                **told,
+                "ip": one.get("internal_ip"),
+                "host": one.get("id"),
+                "id": one.get("id"),
+            }
         self._keep_alive(handle, head)
         # a dashboard that is slow for once does not take the address away
         was_up = any(
             one.get("role") == "head" and one.get("state") in (N.READY, N.LOST) for one in before.values()
         )
         known = head is not None and (table is not None or was_up)
-        return PlatformStatus(nodes, about.connection(handle, head) if head and known else None)
+        return PlatformStatus(statuses, about.connection(handle, head) if head and known else None)
 
     def _see(
         self,
@@ -436,7 +424,7 @@ class Launcher:
         return there.run(["bash", "-c", script, f"{handle.detail['home']}/env.sh", *argv], timeout=RUN_S)
 
     def logs(
-        self, handle: Handle, node: str, told: Mapping[str, Any], known: Mapping[str, int], host: Transport
+        self, handle: Handle, node: str, status: Mapping[str, Any], known: Mapping[str, int], host: Transport
     ) -> dict[str, bytes]:
         """What the launcher said is in the head's folder already."""
         try:
@@ -464,9 +452,6 @@ class Launcher:
         self._set_counts(handle, cast("Ssh", self.reach(handle, host)), counts, 60)
         (Path(handle.detail["folder"]) / LOOKED).unlink(missing_ok=True)
 
-    def limited_command(self, handle: Handle, argv: Sequence[str], host: Transport) -> Sequence[str]:
-        return argv  # the watch on the head has a clock
-
     def started_job(self, handle: Handle, job: str, host: Transport) -> None:
         """The watch on the head ends the cluster after it, whoever is there to see it."""
         path = Path(handle.detail["home"]) / "job"
@@ -479,11 +464,8 @@ class Launcher:
             hint="heliostat down, and up again",
         )
 
-    def resume(self, handle: Handle, host: Transport) -> None:
-        """Nothing to do: no cluster is suspended."""
-
-    def replace_node(self, handle: Handle, node: str, told: Mapping[str, Any], host: Transport) -> None:
-        if told.get("role") == "head":
+    def replace_node(self, handle: Handle, node: str, status: Mapping[str, Any], host: Transport) -> None:
+        if status.get("role") == "head":
             raise UsageError("the head cannot be replaced alone", hint="heliostat restart, without --node")
         operation = {"do": "drop", "config": handle.detail["config"], "ids": [self._node(handle, node)["id"]]}
         self._ask(operation, Path(handle.detail["folder"]), host, LOOK_S)

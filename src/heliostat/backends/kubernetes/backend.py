@@ -21,6 +21,7 @@ from heliostat.backends.base import (
     LaunchRequest,
     Observation,
     Plan,
+    Platform,
     PlatformStatus,
     Question,
     Step,
@@ -32,7 +33,6 @@ from heliostat.backends.kubernetes.options import Options
 from heliostat.backends.kubernetes.states import PLAIN, absent, judge_object, name_pods, tell_pod
 from heliostat.backends.kubernetes.watch import Cluster
 from heliostat.common.errors import Code, DeadlineError, HeliostatError, NotFoundError, Refused, UsageError
-from heliostat.common.limits import MOST_NODES
 from heliostat.remote.transport import Completed
 from heliostat.state.states import NodeState
 
@@ -53,15 +53,9 @@ SHELL = ("/bin/bash", "-c", 'exec "$@"', "bash")
 PLURALS = {"RayCluster": "rayclusters", "RayJob": "rayjobs"}
 
 
-class Kubernetes:
+class Kubernetes(Platform):
     name: ClassVar[str] = "kubernetes"
     Options: ClassVar[type] = Options
-    starts_ray: ClassVar[bool] = False
-    shares_files: ClassVar[bool] = False
-    autoscales: ClassVar[bool] = True
-    most_nodes: ClassVar[int] = MOST_NODES
-    takes_options: ClassVar[bool] = False
-    reserved_short_options: ClassVar[tuple[str, ...]] = ()
     poll_interval: ClassVar[tuple[float, float]] = (0.3, 5.0)
 
     def __init__(self) -> None:
@@ -70,17 +64,11 @@ class Kubernetes:
 
     # -- planning
 
-    def nodes_of(self, table: Mapping[str, Any]) -> int | None:
-        return None
-
     def require(self, spec: ClusterSpec, host: Transport) -> None:
         table = spec.backend_tables.get(self.name, {})
         kube.connect(
             table.get("kubeconfig"), table.get("context")
         )  # raises without the package or a kubeconfig
-
-    def survey(self, options: Any, host: Transport) -> dict[str, Any]:
-        return {}
 
     def plan(self, request: LaunchRequest) -> Plan:
         import yaml
@@ -132,13 +120,13 @@ class Kubernetes:
             handle = replace(handle, detail={**handle.detail, **limit})
         yield handle
 
-    def find_orphans(self, mark: str | None, spec: ClusterSpec, host: Transport) -> list[Handle]:
+    def find_orphans(self, cluster_id: str | None, spec: ClusterSpec, host: Transport) -> list[Handle]:
         from heliostat.config.spec import members
 
         table = spec.backend_tables.get(self.name, {})
         api = kube.connect(table.get("kubeconfig"), table.get("context"))
         namespace = table.get("namespace") or api.namespace
-        selector = f"{kube.LABEL}={mark}" if mark else kube.LABEL
+        selector = f"{kube.LABEL}={cluster_id}" if cluster_id else kube.LABEL
         found = []
         for kind in PLURALS:
             listed = api.call("GET", _place(namespace, kind), query={"labelSelector": selector})
@@ -352,9 +340,9 @@ class Kubernetes:
         finally:
             cluster.stale()
 
-    def replace_node(self, handle: Handle, node: str, told: Mapping[str, Any], host: Transport) -> None:
+    def replace_node(self, handle: Handle, node: str, status: Mapping[str, Any], host: Transport) -> None:
         cluster = self._cluster(handle)
-        cluster.delete_pod(str(told["id"]))
+        cluster.delete_pod(str(status["id"]))
         cluster.stale()
 
     def started_job(self, handle: Handle, job: str, host: Transport) -> None:
@@ -384,16 +372,16 @@ class Kubernetes:
         return replace(done, argv=tuple(argv))
 
     def logs(
-        self, handle: Handle, node: str, told: Mapping[str, Any], known: Mapping[str, int], host: Transport
+        self, handle: Handle, node: str, status: Mapping[str, Any], known: Mapping[str, int], host: Transport
     ) -> Mapping[str, bytes]:
         cluster = self._cluster(handle)
-        if not told.get("id"):
+        if not status.get("id"):
             return {}
         ray = None
-        if told.get("state") == "READY":
+        if status.get("state") == "READY":
             made, _ = cluster.look()
             ray = self._ray(handle, self._token(handle, cluster, made) if made else None)
-        return pod_logs(_api(handle), cluster.namespace, told, known, ray)
+        return pod_logs(_api(handle), cluster.namespace, status, known, ray)
 
     def _cluster(self, handle: Handle) -> Cluster:
         key = str(handle.detail["uid"])

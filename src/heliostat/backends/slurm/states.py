@@ -1,4 +1,4 @@
-"""What SLURM says of a job, in our words. From 20.11 to 25: a word that is not here is kept and told."""
+"""Slurm's job states, pending reasons and error messages, from 20.11 to 25."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from heliostat.state.states import NodeState
 
 N = NodeState
 
-# every word that a job can be in; an unlisted one is UNKNOWN with the word kept
+# all states of a job; others are UNKNOWN with the raw value
 STATES = {
     **dict.fromkeys(("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"), N.QUEUED),
     **dict.fromkeys(("RUNNING", "SIGNALING", "RESIZING"), N.ALLOCATED),
@@ -21,7 +21,7 @@ STATES = {
     ),
 }  # fmt: skip
 
-# the long options of sbatch, from 20.11 to 25: a word that is close to one of these, and is none, is a misspelling
+# the long options of sbatch, to detect misspelled ones
 LONG_OPTIONS = frozenset((
     "account", "acctg-freq", "array", "batch", "bb", "bbf", "begin", "chdir", "cluster-constraint", "clusters",
     "comment", "consolidate-segments", "constraint", "container", "container-id", "contiguous", "core-spec",
@@ -38,7 +38,7 @@ LONG_OPTIONS = frozenset((
     "uid", "usage", "use-min-nodes", "verbose", "version", "wait", "wait-all-nodes", "wckey", "wrap",
 ))  # fmt: skip
 
-# what sbatch prints when it rejects a job (slurm_strerror, and its own option parser); the first match counts
+# error messages of sbatch, from slurm_strerror and its option parser; the first match applies
 REJECTIONS = tuple(
     (re.compile(pattern, re.IGNORECASE), code)
     for pattern, code in (
@@ -63,81 +63,82 @@ REJECTIONS = tuple(
     )
 )
 HINTS = {
-    Code.SLURM_JOB_LIMIT: "you have as many jobs as your account or QOS allows: squeue --me; sacctmgr show qos",
-    Code.SLURM_ARRAY: "one `heliostat join` a task, instead of an array",
+    Code.SLURM_JOB_LIMIT: "you have reached the job limit of your account or QOS: squeue --me; sacctmgr show qos",
+    Code.SLURM_ARRAY: "use `heliostat join` once per task instead of an array",
     Code.SLURM_INVALID_GRES: "sinfo -o '%P %G' lists the GPUs and other GRES of each partition",
     Code.SLURM_INVALID_FEATURE: "sinfo -o '%P %f' lists the features of each partition",
     Code.SLURM_INVALID_RESERVATION: "scontrol show reservation",
     Code.SLURM_PARTITION_DOWN: "sinfo -o '%P %a' lists the partitions that are up",
 }
 
-# reasons with which a job waits for ever: it is withdrawn, and the person told what would fit
+# reasons of a job that can never start: `up` cancels it and fails
 NEVER = {
-    "PartitionNodeLimit": "the partition does not let one job have so many nodes",
-    "PartitionTimeLimit": "the time is over the partition's limit",
-    "PartitionConfig": "the partition cannot run such a job",
-    "BadConstraints": "no node can ever satisfy the constraints",
+    "PartitionNodeLimit": "the partition does not allow this many nodes per job",
+    "PartitionTimeLimit": "the time limit exceeds the partition's",
+    "PartitionConfig": "the request exceeds a limit of the partition",
+    "BadConstraints": "no node satisfies the constraints",
     "PartitionDown": "the partition is down",
     "PartitionInactive": "the partition is inactive",
     "AccountNotAllowed": "the account may not use this partition",
-    "QOSNotAllowed": "the QOS may not be used here",
-    "InvalidAccount": "the account is not valid",
-    "InvalidQOS": "the QOS is not valid",
+    "QOSNotAllowed": "the QOS may not use this partition",
+    "InvalidAccount": "invalid account",
+    "InvalidQOS": "invalid QOS",
     "JobLaunchFailure": "the job could not be launched",
 }
 WAITING = {
     "Resources": "waits for nodes to become free",
-    "Priority": "other jobs are before it",
+    "Priority": "waits for jobs of higher priority",
     "Dependency": "waits for another job",
-    "JobHeldUser": "is held; scontrol release lets it go",
+    "JobHeldUser": "is held; scontrol release releases it",
     "JobHeldAdmin": "is held by an administrator",
-    "BeginTime": "its time has not come yet",
-    "ReqNodeNotAvail": "a node that it needs is not available",
+    "BeginTime": "waits for its start time",
+    "ReqNodeNotAvail": "a required node is not available",
     "Licenses": "waits for a licence",
-    "QOSMaxJobsPerUserLimit": "you have as many jobs as the QOS allows",
-    "QOSMaxCpuPerUserLimit": "you have as many CPUs as the QOS allows",
-    "QOSMaxNodePerUserLimit": "you have as many nodes as the QOS allows",
-    "AssocMaxJobsLimit": "you have as many jobs as your account allows",
-    "AssocGrpCpuLimit": "your account has as many CPUs as it may",
-    "MaxJobsPerAccount": "your account has as many jobs as it may",
-    "JobArrayTaskLimit": "the array has as many tasks running as it may",
+    "QOSMaxJobsPerUserLimit": "you have reached the QOS's job limit",
+    "QOSMaxCpuPerUserLimit": "you have reached the QOS's CPU limit",
+    "QOSMaxNodePerUserLimit": "you have reached the QOS's node limit",
+    "AssocMaxJobsLimit": "you have reached your account's job limit",
+    "AssocGrpCpuLimit": "your account has reached its CPU limit",
+    "MaxJobsPerAccount": "your account has reached its job limit",
+    "JobArrayTaskLimit": "the array has reached its limit of running tasks",
     "None": "has just been submitted",
 }
-IN_TURN = ("Priority", "Resources")  # who waits for these has a place in the queue
+QUEUE_REASONS = ("Priority", "Resources")  # with these a job has a position in the queue
 ENDED = {
     "TIMEOUT": "the time limit was reached",
     "CANCELLED": "the job was cancelled",
-    "NODE_FAIL": "a machine of the job failed",
-    "PREEMPTED": "another job took its machines (preempted)",
-    "OUT_OF_MEMORY": "the job used more memory than it asked for",
-    "DEADLINE": "its deadline has passed",
-    "BOOT_FAIL": "its machines did not boot",
+    "NODE_FAIL": "a node of the job failed",
+    "PREEMPTED": "the job was preempted",
+    "OUT_OF_MEMORY": "the job exceeded its memory limit",
+    "DEADLINE": "the job's deadline has passed",
+    "BOOT_FAIL": "the job's nodes did not boot",
 }
 
 
-def rejection(text: str) -> Code:
-    """The code for what sbatch printed."""
+def rejection_code(text: str) -> Code:
+    """The code for an error message of sbatch."""
     return next((code for pattern, code in REJECTIONS if pattern.search(text)), Code.SLURM_REJECTED)
 
 
-def observation(state: str, reason: str, start: str = "", place: str = "") -> Observation:
-    word = state.partition(" ")[0]
-    if word == "PENDING":
-        return _pending(reason, start, place)
-    known = STATES.get(word)
+def to_observation(state: str, reason: str, start: str = "", position: str = "") -> Observation:
+    """The observation for a job. position: a sentence with its position in the queue."""
+    name = state.partition(" ")[0]
+    if name == "PENDING":
+        return _pending_observation(reason, start, position)
+    known = STATES.get(name)
     if known is None:
-        return Observation(N.UNKNOWN, f"SLURM says {state}", state)
+        return Observation(N.UNKNOWN, f"unknown Slurm job state {state}", state)
     if known is N.GONE:
-        return Observation(N.GONE, ENDED.get(word, f"SLURM says {word}"), word)
-    return Observation(known, "" if known is N.ALLOCATED else f"SLURM says {word}", word)
+        return Observation(N.GONE, ENDED.get(name, f"Slurm job state {name}"), name)
+    return Observation(known, "" if known is N.ALLOCATED else f"Slurm job state {name}", name)
 
 
-def _pending(reason: str, start: str, place: str) -> Observation:
+def _pending_observation(reason: str, start: str, position: str) -> Observation:
     if reason in NEVER:
         return Observation(N.FAILED, f"it can never run: {NEVER[reason]} ({reason})", reason)
     known = reason.partition(",")[0]  # `ReqNodeNotAvail, UnavailableNodes:n[1-3]`
     code = "" if reason == "None" else f" ({reason})"
-    parts = [f"{WAITING[known]}{code}" if known in WAITING else f"SLURM says {reason}"]
-    parts += [place] if place else []
+    parts = [f"{WAITING[known]}{code}" if known in WAITING else f"pending in Slurm{code}"]
+    parts += [position] if position else []
     parts += [f"expected to start {start.replace('T', ' ')}"] if start not in ("", "N/A") else []
     return Observation(N.QUEUED, ", ".join(parts), reason)
