@@ -70,7 +70,7 @@ def ours(line: str) -> list[list[str]]:
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 def test_it_is_known_what_becomes_of_every_block(block: Block) -> None:
-    assert block.language in ("console", "bash", "python", "yaml", "json", "text"), (
+    assert block.language in ("console", "bash", "python", "yaml", "json", "text", "mermaid"), (
         "a block names its language"
     )
     if block.language == "json":
