@@ -434,7 +434,7 @@ def test_a_staged_environment_that_another_user_put_into_the_cache(
     """Its name can be computed by whoever can read the environment."""
     home = own(place / "hh", victim, 0o700)
     cache = own(home / "cache", victim, 0o777)
-    find = "import sys; from pathlib import Path; from heliostat.remote import staging; print(staging.look(Path(sys.argv[1]), Path(sys.argv[2])).path)"
+    find = "import sys; from pathlib import Path; from heliostat.remote import staging; print(staging.describe_archive(Path(sys.argv[1]), Path(sys.argv[2])).path)"
     name = Path(victim.run(PYTHON, "-c", find, lab, cache).stdout.strip()).name
     evil = own(place / "evil", attacker, 0o755)
     home.chmod(0o711)

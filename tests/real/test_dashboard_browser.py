@@ -435,7 +435,7 @@ try:
     second.start()
     print(second.port)
 except HeliostatError as error:
-    print(error.because)
+    print(error.cause)
 Path("/proc/sys/net/ipv4/ip_local_port_range").write_text("40000 40100")  # for the clients
 for address in ("127.0.0.1", "::1"):
     try:

@@ -16,7 +16,8 @@ from heliostat.common.errors import Code, HeliostatError
 from heliostat.state.states import NodeState
 
 if TYPE_CHECKING:
-    from heliostat.config.spec import ClusterSpec, Member
+    from heliostat.config.members import Member
+    from heliostat.config.spec import ClusterSpec
     from heliostat.remote.transport import Completed, Transport
     from heliostat.state.records import NodeRecord
 

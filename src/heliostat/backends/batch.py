@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from heliostat.backends.base import Handle, LaunchRequest, Observation, Plan, require_programs
 from heliostat.common.errors import Code, HeliostatError, UsageError
-from heliostat.common.limits import MOST_NODES
+from heliostat.common.limits import MAX_NODES
 from heliostat.state.states import NodeState
 
 if TYPE_CHECKING:
-    from heliostat.config.spec import ClusterSpec, Member
+    from heliostat.config.members import Member
+    from heliostat.config.spec import ClusterSpec
     from heliostat.remote.transport import Completed, Transport
 
 N = NodeState
@@ -111,7 +112,7 @@ def job_config(request: LaunchRequest, others: Sequence[str], rank: str) -> tupl
 
 
 def _member_config(request: LaunchRequest, member: Member) -> dict[str, Any]:
-    from heliostat.config.spec import members
+    from heliostat.config.members import members
 
     head: dict[str, Any] = {}
     if member.role == "head":
@@ -139,7 +140,7 @@ class Batch:
     starts_ray: ClassVar[bool] = True
     shares_files: ClassVar[bool] = True
     autoscales: ClassVar[bool] = False
-    most_nodes: ClassVar[int] = MOST_NODES
+    most_nodes: ClassVar[int] = MAX_NODES
     takes_options: ClassVar[bool] = True
     reserved_short_options: ClassVar[tuple[str, ...]] = ()
     long_options: ClassVar[frozenset[str]] = frozenset()  # of the submit command, as far as they are known
@@ -309,7 +310,7 @@ def retry(
 def refused(done: Completed, message: str, code: str, hint: str = "") -> HeliostatError:
     words = [line.strip() for line in (done.err or done.out).splitlines() if line.strip()]
     return HeliostatError(
-        message, cause=" | ".join(words[-2:])[:400], details=done.saw(), hint=hint, code=code
+        message, cause=" | ".join(words[-2:])[:400], details=done.describe(), hint=hint, code=code
     )
 
 

@@ -26,15 +26,17 @@ from heliostat.backends.base import (
     require_programs,
 )
 from heliostat.common.errors import Code, HeliostatError, PartialFailure, UsageError
-from heliostat.common.limits import MOST_NODES
+from heliostat.common.limits import MAX_NODES
 from heliostat.common.shell import SAFE
-from heliostat.remote.directory import PLACE, UNSAFE, pack
+from heliostat.remote.directory import REMOTE_ROOT, UNSAFE, pack
 from heliostat.remote.ssh import connect
-from heliostat.remote.transport import at_once
+from heliostat.remote.transport import map_concurrently
 from heliostat.state.states import NodeState
 
 if TYPE_CHECKING:
-    from heliostat.config.spec import ClusterSpec, Host, Member
+    from heliostat.config.members import Member
+    from heliostat.config.spec import ClusterSpec
+    from heliostat.config.tables import Host
     from heliostat.remote.transport import Completed, Transport
 
 N = NodeState
@@ -58,7 +60,7 @@ class OverSsh:
     starts_ray: ClassVar[bool] = True
     shares_files: ClassVar[bool] = False
     autoscales: ClassVar[bool] = False
-    most_nodes: ClassVar[int] = MOST_NODES
+    most_nodes: ClassVar[int] = MAX_NODES
     takes_options: ClassVar[bool] = False
     reserved_short_options: ClassVar[tuple[str, ...]] = ()
     poll_interval: ClassVar[tuple[float, float]] = (0.5, 10.0)
@@ -78,7 +80,7 @@ class OverSsh:
         return None
 
     def require(self, spec: ClusterSpec, host: Transport) -> None:
-        from heliostat.config.spec import hosts
+        from heliostat.config.members import hosts
 
         if any(ssh_words(one) for one in hosts(spec)):
             require_programs(("ssh",), "install OpenSSH's client", host)
@@ -156,12 +158,12 @@ class OverSsh:
                 for s in rest
             )
             return
-        yield from at_once(lambda step: _start(request, step, texts, head), rest)
+        yield from map_concurrently(lambda step: _start(request, step, texts, head), rest)
 
     def find_orphans(self, mark: str | None, spec: ClusterSpec, host: Transport) -> list[Handle]:
         """An agent outlives whoever started it and died before its id was on record. One whose host cannot be reached ends
         for want of its head. Where nobody has the record, the head's host is asked first: without a head there is no cluster."""
-        from heliostat.config.spec import hosts, members
+        from heliostat.config.members import hosts, members
 
         first, *rest = hosts(spec)
 
@@ -169,24 +171,26 @@ class OverSsh:
             return _found(one, spec.cluster_name)
 
         if mark is not None:
-            each = at_once(lambda member: _stray(member, Path(PLACE) / mark, mark), members(spec))
+            each = map_concurrently(
+                lambda member: _stray(member, Path(REMOTE_ROOT) / mark, mark), members(spec)
+            )
             return [handle for handle in each if handle]
         heads = of(first)
         if not heads:
             return []
         newest = max(heads, key=lambda handle: handle.detail["since"])
-        more = [handle for found in at_once(of, rest) for handle in found]
+        more = [handle for found in map_concurrently(of, rest) for handle in found]
         return [newest, *(handle for handle in more if handle.detail["id"] == newest.detail["id"])]
 
     # -- looking
 
     def observe(self, handles: Sequence[Handle], host: Transport) -> dict[str, Observation]:
-        return dict(zip([h.native_id for h in handles], at_once(_ask, handles), strict=True))
+        return dict(zip([h.native_id for h in handles], map_concurrently(_ask, handles), strict=True))
 
     def cancel(self, handles: Sequence[Handle], host: Transport, *, now: bool = False) -> None:
         """Each host ends its own, all at once, and verifies. One that cannot be reached is an error, or with `now` given up:
         what runs there ends when it does not hear its head any more."""
-        failed = [one for one in at_once(lambda handle: _stop(handle, now), handles) if one]
+        failed = [one for one in map_concurrently(lambda handle: _stop(handle, now), handles) if one]
         if not failed:
             return
         cause = "; ".join(words for words, _ in failed)[:400]
@@ -209,20 +213,20 @@ class OverSsh:
 
     def collect_logs(self, handles: Sequence[Handle], folder: Path) -> list[str]:
         from heliostat.remote.directory import RemoteDirectory
-        from heliostat.state.store import ClusterFolder
+        from heliostat.state.store import ClusterDirectory
 
         def one(handle: Handle) -> str:
             target = connect(handle.detail["ssh"])
             try:
-                mirror = RemoteDirectory(ClusterFolder(folder), target, Path(handle.detail["folder"]))
-                work = mirror.finish(_stop_request(handle, now=True), handle.detail)
+                mirror = RemoteDirectory(ClusterDirectory(folder), target, Path(handle.detail["folder"]))
+                work = mirror.collect_and_remove(_stop_request(handle, now=True), handle.detail)
             except (HeliostatError, OSError, ValueError) as error:
                 there = "refused" not in handle.detail
                 return f"the logs of {handle.nodes[0]} stay on {target.target}: {error}" if there else ""
             told = work and handle.detail["role"] == "head"
             return f"what the command wrote is on {target.target} in ~/{work}" if told else ""
 
-        return [note for note in at_once(one, handles) if note]
+        return [note for note in map_concurrently(one, handles) if note]
 
     def reach(self, handle: Handle, host: Transport) -> Transport:
         return connect(handle.detail["ssh"])
@@ -230,7 +234,7 @@ class OverSsh:
 
 def ssh_words(host: Host | None) -> tuple[str, ...]:
     """What one would type: `ssh -p 22 -i key -J jump user@host`. Nothing: it is this machine."""
-    from heliostat.config.spec import HERE
+    from heliostat.config.tables import HERE
 
     assert host is not None
     if host.host in HERE:
@@ -291,7 +295,9 @@ def _found(host: Host, cluster: str) -> list[Handle]:
     """What this host has of clusters of this name; nothing where it cannot be asked."""
     node, found = host.node, []
     try:
-        done = connect(ssh_words(host)).run(["sh", "-c", SAFE + _FIND, "sh", PLACE, node], timeout=ASK_S)
+        done = connect(ssh_words(host)).run(
+            ["sh", "-c", SAFE + _FIND, "sh", REMOTE_ROOT, node], timeout=ASK_S
+        )
         for line in done.out.splitlines():
             config, words = json.loads(line)
             if config["cluster"] == cluster and words.get("pid"):

@@ -125,7 +125,7 @@ class Figures:
     groups: Sequence[Group] = ()
     spilled: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     cluster: str = "NAME"
-    elastic: bool = False
+    has_autoscaling: bool = False
 
     @property
     def last(self) -> Reading:
@@ -213,7 +213,7 @@ def never(figures: Figures) -> Iterator[Advice]:
         )
         yield Advice(
             "infeasible",
-            f"{_number(demand)} {show(demand.shape)}, and no node{' that is here' if figures.elastic else ''} has that",
+            f"{_number(demand)} {show(demand.shape)}, and no node{' that is here' if figures.has_autoscaling else ''} has that",
             saw + ("" if lacking else ", not on the same node") + _who(figures, demand.shape),
             _waits_for_ever(figures),
             _ask_for_less(figures.cluster, demand.shape),
@@ -540,7 +540,7 @@ def _who(figures: Figures, shape: Shape) -> str:
 
 
 def _waits_for_ever(figures: Figures) -> str:
-    if figures.elastic:
+    if figures.has_autoscaling:
         return "Ray waits for a node that the cluster may grow by; where none of its kinds has that, it waits for ever"
     return "Ray waits for a node that will not come: no error, the program hangs"
 

@@ -20,16 +20,16 @@ from typing import Any
 
 from heliostat.common.errors import Code, HeliostatError
 from heliostat.common.shell import SAFE, quote
-from heliostat.remote.ssh import Ssh, Talk
+from heliostat.remote.ssh import LineSession, Ssh
 from heliostat.state.files import write_atomic
 from heliostat.state.states import NodeState
-from heliostat.state.store import ClusterFolder
+from heliostat.state.store import ClusterDirectory
 
 PULL_S = 0.5  # a question over ssh costs some 50 ms
-SMALL = ("state.json", "pulse.json", "connection.json", "connection.env", "head.json", "nodes")
-LARGEST = 1 << 20  # of one log at a time
-SILENT_S = 12.0  # a follower says a word every five seconds
-PLACE = ".heliostat/via"
+STATE_FILES = ("state.json", "pulse.json", "connection.json", "connection.env", "head.json", "nodes")
+MAX_LOG_CHUNK_BYTES = 1 << 20  # of one log at a time
+FOLLOWER_TIMEOUT_S = 12.0  # a follower says a word every five seconds
+REMOTE_ROOT = ".heliostat/via"
 UNSAFE = 9  # how a script of ours ends on another machine where another user can change the cluster's folder
 
 
@@ -51,11 +51,11 @@ class RemoteDirectory:
 
     def __init__(
         self,
-        folder: ClusterFolder,
+        folder: ClusterDirectory,
         host: Ssh,
         place: Path,
         head: Mapping[str, Any] | None = None,
-        small: Sequence[str] = SMALL,
+        small: Sequence[str] = STATE_FILES,
     ) -> None:
         self.folder, self.host, self.place, self.small = folder, host, place, small
         self.process = head if head and head.get("pid") else None
@@ -80,7 +80,7 @@ class RemoteDirectory:
                 code=Code.DISK_FULL if "No space left" in cause else Code.SSH_WRITE,
             )
 
-    def ask(self, request: dict[str, object]) -> None:
+    def add_request(self, request: dict[str, object]) -> None:
         name = f"{time.time_ns()}-{secrets.token_hex(4)}.json"
         self.host.put(self.place / "requests" / name, json.dumps(request).encode())
 
@@ -116,7 +116,7 @@ class RemoteDirectory:
         logs = self.folder.logs
         names = [(path.relative_to(logs).as_posix(), path.stat().st_size) for path in self.have(node)]
         cases = "".join(f" {quote([name])}) o={size};;" for name, size in names)
-        script = SAFE + _PULL % {"small": " ".join(self.small), "cases": cases, "most": LARGEST}
+        script = SAFE + _PULL % {"small": " ".join(self.small), "cases": cases, "most": MAX_LOG_CHUNK_BYTES}
         process = self.process or {"pid": ""}
         argv = ["sh", "-c", script, "sh", self.place.as_posix(), node or "", str(process["pid"])]
         done = self.host.run(argv, timeout=60)
@@ -220,12 +220,12 @@ class Follower(threading.Thread):
         self.over, self._writing = False, threading.Lock()
         self._heard = time.monotonic()
         self.spoke = False
-        self._talk: Talk | None = None
+        self._talk: LineSession | None = None
         self.start()
 
     def follows(self, node: str | None) -> bool:
         """Whether the copy is as new as can be; the logs of this node come too from now on."""
-        if not self.is_alive() or time.monotonic() - self._heard > SILENT_S:
+        if not self.is_alive() or time.monotonic() - self._heard > FOLLOWER_TIMEOUT_S:
             self.over = True
             return False
         if node not in (None, self.node) and self._talk:
@@ -236,7 +236,7 @@ class Follower(threading.Thread):
     def run(self) -> None:
         mirror, words = self.mirror, self.process
         script = SAFE + '\ncd -- "$1" && safe . agent.pyz >/dev/null && exec "$2" agent.pyz follow'
-        argv = ["sh", "-c", script, "sh", mirror.place.as_posix(), str(words["executable"])]
+        argv = ["sh", "-c", script, "sh", mirror.path.as_posix(), str(words["executable"])]
         have = {
             path.relative_to(mirror.folder.logs).as_posix(): path.stat().st_size
             for path in mirror.have(self.node)

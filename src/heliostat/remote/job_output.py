@@ -17,7 +17,7 @@ _SETUP = re.compile(
 )
 
 
-class OwnOutput:
+class JobOutput:
     """Takes Ray's lines out of a stream that comes in pieces. What is left does not depend on how it is cut."""
 
     def __init__(self, job_id: str, entrypoint: str | None) -> None:

@@ -18,7 +18,7 @@ from urllib.parse import quote, urlencode
 
 from heliostat.common.errors import AccessDenied, Code, HeliostatError, NotFoundError
 from heliostat.common.units import parse_bytes
-from heliostat.remote.job_output import OwnOutput
+from heliostat.remote.job_output import JobOutput
 
 CONNECT_S = 15.0
 Dial = Callable[[float], socket.socket]
@@ -36,13 +36,13 @@ _WAITS = re.compile(
 ProxyError = Callable[[str, str, int, bytes], HeliostatError | None]  # as Proxied.proxy_error
 
 
-class NoAnswer(HeliostatError):
+class NoResponse(HeliostatError):
     """The head's dashboard does not answer; the cluster may still run."""
 
     code = Code.RAY_UNREACHABLE
 
 
-class NotLetIn(HeliostatError):
+class TokenRejected(HeliostatError):
     """Ray rejects the token: it may be that of another head."""
 
     code = Code.RAY_UNAUTHORIZED
@@ -102,7 +102,7 @@ class RayApi:
         if status in (502, 503, 504):  # somebody between us and the head
             raise self._no_answer(ConnectionError(f"{method} {path} answered {status}"))
         if status in (401, 403):
-            raise NotLetIn(
+            raise TokenRejected(
                 f"the cluster `{self.name}` does not let us in",
                 cause=content.decode("utf-8", "replace")[:200],
                 details=f"{method} {path} answered {status}",
@@ -110,8 +110,8 @@ class RayApi:
             )
         return status, content
 
-    def _no_answer(self, error: Exception) -> NoAnswer:
-        return NoAnswer(
+    def _no_answer(self, error: Exception) -> NoResponse:
+        return NoResponse(
             f"the dashboard of `{self.name}` does not answer",
             cause=getattr(error, "strerror", None) or str(error) or type(error).__name__,
             details=f"http://{self.host}:{self.port}",
@@ -313,7 +313,7 @@ class RayApi:
                 cause="it is a driver that was not started as a job",
                 code=Code.RAY_NO_OUTPUT,
             )
-        own = OwnOutput(job_id, job["ran"])
+        own = JobOutput(job_id, job["ran"])
         seen, asked, pause = 0, time.monotonic(), 0.05
         reader: _Reader | None = None
         try:
@@ -382,7 +382,7 @@ class _Reader:
         return not self.thread.is_alive() and self.chunks.empty()
 
     def _read(self, path: str, headers: dict[str, str], skip: int) -> None:
-        with contextlib.suppress(OSError, http.client.HTTPException, AttributeError, ValueError, NoAnswer):
+        with contextlib.suppress(OSError, http.client.HTTPException, AttributeError, ValueError, NoResponse):
             connection = self.api._connect(3600)
             self.socket = connection.sock
             connection.request("GET", path, headers=headers)

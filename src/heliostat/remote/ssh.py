@@ -72,7 +72,7 @@ def connect(words: Sequence[str]) -> Ssh:
     """The machine that these words reach (`ssh -p 2222 zinc`); none: this one. One object a machine, so one connection."""
     key = tuple(words)
     if key not in _known:  # several threads may ask for one machine
-        _known.setdefault(key, Ssh(key[-1], key[1:-1]) if key else Here())
+        _known.setdefault(key, Ssh(key[-1], key[1:-1]) if key else ThisHost())
     return _known[key]
 
 
@@ -132,7 +132,7 @@ class Ssh:
         return Completed(tuple(argv), done.code, out, done.err)
 
     @contextlib.contextmanager
-    def talk(self, argv: Sequence[str]) -> Iterator[Talk]:
+    def talk(self, argv: Sequence[str]) -> Iterator[LineSession]:
         """A program there with which one speaks line by line. The end of the block is the end of its input, and its own."""
         mark = f"heliostat-{secrets.token_hex(8)}"
         process = subprocess.Popen(
@@ -143,7 +143,7 @@ class Ssh:
             start_new_session=True,  # Ctrl-C is meant for us: what is said afterwards counts
         )
         assert process.stdin and process.stdout
-        talk = Talk(process.stdin, process.stdout)
+        talk = LineSession(process.stdin, process.stdout)
         try:
             while (line := talk.hear()) is not None and line != mark:
                 pass
@@ -175,7 +175,7 @@ class Ssh:
         done = self.run(["sh", "-c", 'printf %s "$HOME"'], timeout=30)
         if done.code or not done.out.startswith("/"):
             raise HeliostatError(
-                f"`{self.target}` has no home folder for us", details=done.saw(), code=Code.SSH_FAILED
+                f"`{self.target}` has no home folder for us", details=done.describe(), code=Code.SSH_FAILED
             )
         return Path(done.out)
 
@@ -232,7 +232,7 @@ class Ssh:
         process.wait()
 
 
-class Talk:
+class LineSession:
     def __init__(self, stdin: IO[bytes], stdout: IO[bytes]) -> None:
         self._stdin, self._stdout = stdin, stdout
 
@@ -247,7 +247,7 @@ class Talk:
         return line[:-1].decode("utf-8", "replace") if line.endswith(b"\n") else None
 
 
-class Here(Ssh):
+class ThisHost(Ssh):
     """This machine, as if it were another: the same words, in the home."""
 
     def __init__(self) -> None:

@@ -22,10 +22,10 @@ from heliostat.common.errors import Code, HeliostatError, disk_code
 from heliostat.common.events import Emit, Event
 from heliostat.common.processes import process_start
 from heliostat.state.ownership import require_safe
-from heliostat.state.store import ClusterFolder, Store
+from heliostat.state.store import ClusterDirectory, Store
 
 BLOCK = 4096  # what a disk gives a file in
-TELL_S = 0.5
+PROGRESS_INTERVAL_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Archive:
         return {"archive": str(self.path), "venv": str(self.venv), "paths": paths, "room": self.room}
 
 
-def look(venv: Path, cache: Path) -> Archive:
+def describe_archive(venv: Path, cache: Path) -> Archive:
     """By the names, sizes and times of all its files: one that was changed has another name."""
     digest, room = hashlib.sha256(), 0
     for name, about in _walk(venv):
@@ -87,7 +87,7 @@ def _write(archive: Archive, emit: Emit) -> None:
                     with contextlib.suppress(FileNotFoundError):  # gone since we looked
                         tar.add(archive.venv / name, name, recursive=False)
                     done += about.st_size
-                    if time.monotonic() - told > TELL_S:
+                    if time.monotonic() - told > PROGRESS_INTERVAL_S:
                         told = time.monotonic()
                         emit(Event("progress", "packing", None, {"bytes": done, "of_bytes": archive.room}))
         os.replace(draft, archive.path)
@@ -123,11 +123,11 @@ def _sweep(archive: Archive, store: Store) -> None:
             draft.unlink(missing_ok=True)
 
 
-def _names(store: Store, archive: str) -> list[ClusterFolder]:
+def _names(store: Store, archive: str) -> list[ClusterDirectory]:
     """The clusters whose agents are told of this archive: a job may wait in a queue for a day."""
     found = []
     for name in store.names():
-        folder = ClusterFolder(store.clusters / name)
+        folder = ClusterDirectory(store.clusters / name)
         with contextlib.suppress(OSError):
             if any(archive.encode() in path.read_bytes() for path in folder.path.glob("script*.sh")):
                 found.append(folder)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from heliostat.config.spec import Environment
+    from heliostat.config.tables import Environment
 from heliostat.common.shell import SAFE, quote
 
 

@@ -49,7 +49,7 @@ def environment(directory: Path, node: str | None = None, of_head: str = "") -> 
     }
 
 
-def node_on(host: str, nodes: Mapping[str, Mapping[str, object]]) -> str | None:
+def find_node_on(host: str, nodes: Mapping[str, Mapping[str, object]]) -> str | None:
     """The first node that runs on this host. nodes: what the head's agent tells of each."""
     return next((name for name, node in nodes.items() if node.get("host") == host), None)
 

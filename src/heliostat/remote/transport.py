@@ -17,16 +17,16 @@ from heliostat.common.processes import process_start
 
 A = TypeVar("A")
 B = TypeVar("B")
-AT_ONCE = 32  # machines that are asked at a time
+MAX_CONCURRENT_HOSTS = 32  # machines that are asked at a time
 
 
-def at_once(do: Callable[[A], B], items: Sequence[A]) -> list[B]:
+def map_concurrently(do: Callable[[A], B], items: Sequence[A]) -> list[B]:
     """What it gives for each of them, in their order."""
     if len(items) < 2:
         return [do(item) for item in items]
     from concurrent.futures import ThreadPoolExecutor  # one machine is asked without it
 
-    with ThreadPoolExecutor(min(AT_ONCE, len(items))) as pool:
+    with ThreadPoolExecutor(min(MAX_CONCURRENT_HOSTS, len(items))) as pool:
         return list(pool.map(do, items))
 
 
@@ -37,7 +37,7 @@ class Completed:
     out: str
     err: str
 
-    def saw(self) -> str:
+    def describe(self) -> str:
         """For the third line of an error."""
         return f"`{' '.join(self.argv)[:200]}` ended with code {self.code}"
 
@@ -153,7 +153,7 @@ class Local:
 _running: set[subprocess.Popen[bytes]] = set()
 
 
-def abandon() -> None:
+def terminate_running() -> None:
     """Ends what runs now, for a person who no longer wants it: whoever waits for it, in whatever thread, waits no longer."""
     for process in list(_running):
         process.terminate()

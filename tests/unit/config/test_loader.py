@@ -18,7 +18,7 @@ from heliostat import backends
 from heliostat.cluster import planner
 from heliostat.common.errors import UsageError
 from heliostat.config import loader
-from heliostat.config.loader import FILE, LARGEST_FILE, Config, load, schema
+from heliostat.config.loader import FILE, MAX_FILE_BYTES, Config, load, schema
 from heliostat.config.spec import ClusterSpec
 from heliostat.state.ownership import UnsafePathError
 
@@ -150,15 +150,15 @@ def test_our_own_variables_are_not_keys(file: Path) -> None:
 
 
 def test_a_file_is_found_where_one_works(tmp_path: Path) -> None:
-    assert load(SITES, environ={}, look_in=tmp_path).spec.nodes == 1
+    assert load(SITES, environ={}, search_dir=tmp_path).spec.nodes == 1
     (tmp_path / FILE).write_text("nodes: 4\n")
-    assert load(SITES, environ={}, look_in=tmp_path).spec.nodes == 4
+    assert load(SITES, environ={}, search_dir=tmp_path).spec.nodes == 4
 
 
 def refuse_default(folder: Path) -> UnsafePathError:
     """The error for the default file there; the same file is used when the user names it."""
     with pytest.raises(UnsafePathError) as caught:
-        load(SITES, environ={}, look_in=folder)
+        load(SITES, environ={}, search_dir=folder)
     assert caught.value.hint == f"to use it anyway, name it: -f {FILE}"
     assert load(SITES, environ={}, file=folder / FILE).spec.nodes == 4
     return caught.value
@@ -170,10 +170,10 @@ def test_a_default_file_that_others_can_write_is_refused(tmp_path: Path) -> None
     for path, mode in ((tmp_path / FILE, 0o666), (tmp_path, 0o777)):
         before = path.stat().st_mode
         path.chmod(mode)
-        assert f"`{path}` can be changed by everybody" in refuse_default(tmp_path).because
+        assert f"`{path}` can be changed by everybody" in refuse_default(tmp_path).cause
         path.chmod(before)
     tmp_path.chmod(0o1777)  # as /tmp: others cannot replace our file
-    assert load(SITES, environ={}, look_in=tmp_path).spec.nodes == 4
+    assert load(SITES, environ={}, search_dir=tmp_path).spec.nodes == 4
 
 
 @pytest.mark.needs_linux
@@ -183,16 +183,16 @@ def test_a_default_file_of_another_user_is_refused(tmp_path: Path, monkeypatch: 
     (tmp_path / "theirs").write_text("nodes: 4\n")
     os.chown(tmp_path / "theirs", 12345, 12345)
     (tmp_path / FILE).symlink_to("theirs")
-    assert "belongs to user 12345" in refuse_default(tmp_path).because
+    assert "belongs to user 12345" in refuse_default(tmp_path).cause
     os.chown(tmp_path / "theirs", 0, 0)
-    assert load(SITES, environ={}, look_in=tmp_path).spec.nodes == 4
+    assert load(SITES, environ={}, search_dir=tmp_path).spec.nodes == 4
     os.lchown(tmp_path / FILE, 12345, 12345)
-    assert "is a symbolic link of user 12345" in refuse_default(tmp_path).because
+    assert "is a symbolic link of user 12345" in refuse_default(tmp_path).cause
     os.lchown(tmp_path / FILE, 0, 0)
     monkeypatch.setattr(os, "getuid", lambda: 54321)
-    assert "belongs to root" in refuse_default(tmp_path).because
+    assert "belongs to root" in refuse_default(tmp_path).cause
     tmp_path.chmod(0o755)
-    assert load(SITES, environ={}, look_in=tmp_path).spec.nodes == 4
+    assert load(SITES, environ={}, search_dir=tmp_path).spec.nodes == 4
 
 
 @pytest.mark.needs_linux
@@ -204,7 +204,7 @@ def test_a_default_file_replaced_between_check_and_open(
     (tmp_path / FILE).write_text("nodes: 4\n")
     os.chown(tmp_path / FILE, 12345, 12345)
     monkeypatch.setattr("heliostat.state.ownership.find_unsafe", lambda path: None)
-    assert "belongs to user 12345" in refuse_default(tmp_path).because
+    assert "belongs to user 12345" in refuse_default(tmp_path).cause
 
 
 @pytest.mark.needs_linux
@@ -212,9 +212,9 @@ def test_a_default_file_of_the_user_s_private_group(tmp_path: Path, monkeypatch:
     (tmp_path / FILE).write_text("nodes: 4\n")
     (tmp_path / FILE).chmod(0o664)
     monkeypatch.setattr("heliostat.agent.ownership._is_private_group", lambda gid: True)
-    assert load(SITES, environ={}, look_in=tmp_path).spec.nodes == 4
+    assert load(SITES, environ={}, search_dir=tmp_path).spec.nodes == 4
     monkeypatch.setattr("heliostat.agent.ownership._is_private_group", lambda gid: False)
-    assert "can be changed by its group" in refuse_default(tmp_path).because
+    assert "can be changed by its group" in refuse_default(tmp_path).cause
 
 
 # -- keys
@@ -283,7 +283,7 @@ def test_many_bad_values_are_counted(file: Path) -> None:
 
 def test_an_unknown_site_is_told_with_those_there_are(file: Path) -> None:
     error = refused(file, "on: slrum")
-    assert error.message == "there is no site `slrum`" and error.hint == "--on slurm"
+    assert error.message == "there is no backend `slrum`" and error.hint == "--on slurm"
     assert "local, slurm, ssh" in error.cause and f"{FILE} line 1" in error.cause
 
 
@@ -434,7 +434,7 @@ NOT_FILES: dict[str, tuple[str | bytes, str]] = {
     "binary": (bytes(range(256)) * 4, "is not YAML"),
     "nul": (b"name: a\0b", "is not YAML"),
     "latin1": ("name: caf\xe9".encode("latin-1"), "is not YAML"),
-    "huge": (b"#" * (LARGEST_FILE + 1), "is too large"),
+    "huge": (b"#" * (MAX_FILE_BYTES + 1), "is too large"),
     "tagged": ("name: !!python/object/apply:os.system [id]", "`name` cannot be used"),
     "tagged scalar": ("name: !lab x", "`name` is not a plain value"),
     "a word": ("hello", "is not a table of keys"),

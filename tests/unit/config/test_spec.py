@@ -10,15 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from heliostat.config.spec import (
-    ClusterSpec,
-    Member,
-    check_name,
-    count_members,
-    hosts,
-    members,
-    worker_members,
-)
+from heliostat.config.members import Member, count_members, hosts, members, worker_members
+from heliostat.config.spec import ClusterSpec
+from heliostat.config.tables import check_name
 
 NASTY = [
     "", " ", "a b", " a", "a ", "a\n", "\na", "a\tb", "'a'", '"a"', "a;b", "$HOME", "$(id)", "`id`", "a\\b", "a/b", "../a",
@@ -135,11 +129,11 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"nodes": 10**9}, "less than or equal to 10000"),
     ({"cpus_per_node": -1}, "greater than or equal to 0"),
     ({"cpus_per_node": False}, "`False` is not a number"),
-    ({"min_nodes": 4, "nodes": 3}, "min_nodes (4) is more than the 3 nodes"),
+    ({"min_nodes": 4, "nodes": 3}, "min_nodes (4) is more than the 3 requested nodes"),
     ({"memory_per_node": "lots"}, "is not a size"),
     ({"memory_per_node": 0}, "greater than 0"),
     ({"memory_per_node": float("inf")}, "fits a machine"),
-    ({"object_store": "1M"}, "1.0 MiB is too small: Ray wants 80M at least"),
+    ({"object_store": "1M"}, "1.0 MiB is too small: Ray requires at least 80M"),
     ({"time": "soon"}, "is not a duration"),
     ({"time": "0s"}, "greater than 0"),
     ({"time": 90}, "write `90m` or `90s`"),
@@ -201,7 +195,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"groups": {"g": {"nodes": -1}}}, "greater than or equal to 0"),
     ({"groups": {"g": {"memory": "x"}}}, "is not a size"),
     ({"nodes": 2, "groups": {"g": {"nodes": 2}}}, "`nodes` (2) and `groups` (head and 2 workers) disagree"),
-    ({"groups": {"g": {"nodes": 1}}, "min_nodes": 3}, "more than the 2 nodes"),
+    ({"groups": {"g": {"nodes": 1}}, "min_nodes": 3}, "more than the 2 requested nodes"),
     ({"nonsense": 1}, "Extra inputs"),
     ({"head": {"nonsense": 1}}, "Extra inputs"),
 ]  # fmt: skip
@@ -449,7 +443,9 @@ def test_fewer_nodes_than_machines_and_never_more() -> None:
     assert [m.name for m in worker_members(lab("a", "b", "c", nodes=2), 9)] == ["b", "c"]
     assert "`nodes` (3) is more than the 2 hosts" in refused(on="ssh", hosts=["a", "b"], nodes=3)
     assert len(members(lab("a", "b", nodes=3, head="c"))) == 3, "a head beside them is one more"
-    assert "min_nodes (3) is more than the 2 nodes" in refused(on="ssh", hosts=["a", "b"], min_nodes=3)
+    assert "min_nodes (3) is more than the 2 requested nodes" in refused(
+        on="ssh", hosts=["a", "b"], min_nodes=3
+    )
 
 
 def test_what_differs_from_machine_to_machine() -> None:

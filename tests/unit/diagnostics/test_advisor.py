@@ -103,7 +103,7 @@ def test_what_is_there_but_not_on_one_node() -> None:
 
 
 def test_a_cluster_that_grows_may_get_what_is_not_here() -> None:
-    advice = only(figures(node("head"), demands=(Demand({"GPU": 1.0}, 1),), elastic=True))
+    advice = only(figures(node("head"), demands=(Demand({"GPU": 1.0}, 1),), has_autoscaling=True))
     assert "no node that is here has that" in advice.what and "may grow" in advice.means
 
 

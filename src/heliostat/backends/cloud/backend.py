@@ -36,7 +36,7 @@ from heliostat.backends.cloud.files import Json
 from heliostat.backends.cloud.state import ANSWER, ENDED, INSTANCES, LAST_S, LOG, LOOKED, PROCESS
 from heliostat.backends.overrides import merge
 from heliostat.common.errors import Code, HeliostatError, UsageError
-from heliostat.common.limits import MOST_NODES
+from heliostat.common.limits import MAX_NODES
 from heliostat.remote.ssh import connect
 from heliostat.remote.transport import Local
 from heliostat.state.files import read_json, write_atomic
@@ -44,7 +44,8 @@ from heliostat.state.ownership import temp_directory
 from heliostat.state.states import NodeState
 
 if TYPE_CHECKING:
-    from heliostat.config.spec import ClusterSpec, Member
+    from heliostat.config.members import Member
+    from heliostat.config.spec import ClusterSpec
     from heliostat.remote.ssh import Ssh
     from heliostat.remote.transport import Completed, Spawner, Transport
     from heliostat.state.records import NodeRecord
@@ -64,7 +65,7 @@ class Launcher:
     starts_ray: ClassVar[bool] = False
     shares_files: ClassVar[bool] = False
     autoscales: ClassVar[bool] = True
-    most_nodes: ClassVar[int] = MOST_NODES
+    most_nodes: ClassVar[int] = MAX_NODES
     takes_options: ClassVar[bool] = False
     reserved_short_options: ClassVar[tuple[str, ...]] = ()
     poll_interval: ClassVar[tuple[float, float]] = (2.0, 15.0)
@@ -228,7 +229,7 @@ class Launcher:
             "auth": request.spec.security.auth,
             "dashboard": render.dashboard_port(config),
             "ends": bool(request.spec.idle.timeout or request.spec.time),
-            "elastic": request.spec.elastic,
+            "elastic": request.spec.has_autoscaling,
         }
         name = f"{self.name}/{self.where(config['provider'])}/{config['cluster_name']}"
         # who has no packages, no credentials or a wrong region is told so at once
@@ -268,7 +269,7 @@ class Launcher:
             raise HeliostatError(
                 f"Ray's launcher gave no answer for `{self.name}`",
                 cause=lines[-1].strip()[:300] if lines else "",
-                details=done.saw(),
+                details=done.describe(),
                 code=Code.CLOUD_LAUNCHER,
             ) from None
         if not answer["ok"]:

@@ -32,7 +32,7 @@ from heliostat.backends.kubernetes.options import Options
 from heliostat.backends.kubernetes.states import PLAIN, absent, judge_object, name_pods, tell_pod
 from heliostat.backends.kubernetes.watch import Cluster
 from heliostat.common.errors import Code, DeadlineError, HeliostatError, NotFoundError, Refused, UsageError
-from heliostat.common.limits import MOST_NODES
+from heliostat.common.limits import MAX_NODES
 from heliostat.remote.transport import Completed
 from heliostat.state.states import NodeState
 
@@ -59,7 +59,7 @@ class Kubernetes:
     starts_ray: ClassVar[bool] = False
     shares_files: ClassVar[bool] = False
     autoscales: ClassVar[bool] = True
-    most_nodes: ClassVar[int] = MOST_NODES
+    most_nodes: ClassVar[int] = MAX_NODES
     takes_options: ClassVar[bool] = False
     reserved_short_options: ClassVar[tuple[str, ...]] = ()
     poll_interval: ClassVar[tuple[float, float]] = (0.3, 5.0)
@@ -133,7 +133,7 @@ class Kubernetes:
         yield handle
 
     def find_orphans(self, mark: str | None, spec: ClusterSpec, host: Transport) -> list[Handle]:
-        from heliostat.config.spec import members
+        from heliostat.config.members import members
 
         table = spec.backend_tables.get(self.name, {})
         api = kube.connect(table.get("kubeconfig"), table.get("context"))
@@ -431,9 +431,9 @@ class _Way:
         cluster = self.backend._cluster(self.handle)
         made, _ = cluster.look()
         if made is None:
-            from heliostat.remote.ray_client import NoAnswer
+            from heliostat.remote.ray_client import NoResponse
 
-            raise NoAnswer(f"`{self.handle.native_id}` is not there any more")
+            raise NoResponse(f"`{self.handle.native_id}` is not there any more")
         return forward(_api(self.handle), cluster.namespace, cluster.service(made), port)
 
     def proxy_error(self, method: str, path: str, status: int, content: bytes) -> HeliostatError | None:

@@ -25,7 +25,7 @@ from heliostat.backends.base import (
 from heliostat.backends.batch import DAY_S, OBSERVE_S
 from heliostat.backends.slurm.states import HINTS, IN_TURN, LONG_OPTIONS, observation, rejection
 from heliostat.common.errors import Code, HeliostatError, UsageError
-from heliostat.common.shell import by_shell
+from heliostat.common.shell import wrap_in_shell
 from heliostat.common.units import count, format_duration
 from heliostat.state.states import NodeState
 
@@ -257,7 +257,7 @@ class Slurm(batch.Batch):
     def observe(self, handles: Sequence[Handle], host: Transport) -> dict[str, Observation]:
         try:
             done = host.run(_squeue(handles, "--format=%i|%T|%r|%S|%P"), timeout=OBSERVE_S)
-            silent = "" if not done.code or GONE_ID.search(done.err) else done.err.strip() or done.saw()
+            silent = "" if not done.code or GONE_ID.search(done.err) else done.err.strip() or done.describe()
         except HeliostatError as error:
             silent = error.cause or error.message
         if silent:
@@ -309,7 +309,7 @@ class Slurm(batch.Batch):
         place = str(handle.nodes.index(node))
         step = ["srun", f"--jobid={handle.native_id}", *_where(_of([handle])), "--overlap", "--mpi=none", f"--relative={place}",
                 "--nodes=1", "--ntasks=1", "--cpu-bind=none"]  # fmt: skip
-        return host.run([*step, *by_shell(argv)], timeout=DAY_S)
+        return host.run([*step, *wrap_in_shell(argv)], timeout=DAY_S)
 
 
 def partitions(text: str) -> dict[str, dict[str, Any]]:
