@@ -175,7 +175,7 @@ class GridEngine(batch.Batch):
         ids = dict.fromkeys(handle.native_id for handle in handles)
         try:
             done = host.run(["sh", "-c", MINE], timeout=batch.OBSERVE_S)
-            silent = done.err.strip() or done.saw() if done.code else ""
+            silent = done.err.strip() or done.describe() if done.code else ""
             seen = {} if silent else jobs(done.out)
         except (HeliostatError, Xml.ParseError) as error:
             silent = str(error)

@@ -303,7 +303,7 @@ class SshWorld(LocalWorld):
         for name in ("refuse-launch", "refuse-cancel"):
             (folder / name).unlink(missing_ok=True)
         os.environ["XDG_RUNTIME_DIR"] = str(folder)
-        ssh._known.clear()
+        ssh._hosts.clear()
         directory.PULL_S = 0.02
 
     @property

@@ -530,7 +530,7 @@ def test_a_home_that_another_user_can_change_when_the_job_starts(slurm: Lab, pro
 
 def test_a_socket_of_ssh_is_never_the_attacker_s(place: Path, victim: User, attacker: User) -> None:
     """Whoever owns the socket of a shared connection is given every command and file that is sent over it."""
-    show = "from heliostat.remote import ssh; print(ssh._sockets())"
+    show = "from heliostat.remote import ssh; print(ssh._socket_dir())"
     theirs, sticky = own(place / "t", attacker, 0o777), own(place / "s", None, 0o1777)
     found = victim.run(PYTHON, "-c", show, TMPDIR=theirs, XDG_RUNTIME_DIR=theirs)
     assert found.returncode == 0 and str(theirs) not in found.stdout and not list(theirs.iterdir()), found

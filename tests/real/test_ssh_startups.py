@@ -61,7 +61,7 @@ def keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "config").write_text(
         f"StrictHostKeyChecking no\nUserKnownHostsFile /dev/null\nLogLevel ERROR\nIdentityFile {tmp_path}/id\n"
     )
-    monkeypatch.setattr(ssh, "_sockets", lambda: None)
+    monkeypatch.setattr(ssh, "_socket_dir", lambda: None)
     return tmp_path
 
 
@@ -113,7 +113,7 @@ def test_few_connections_to_one_sshd_are_opened_at_a_time(
     fake.write_text('#!/bin/sh\ncase "$*" in *-G*) echo "proxyjump gate"; exit ;; esac\nexit 255\n')
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(ssh, "_sockets", lambda: None)
+    monkeypatch.setattr(ssh, "_socket_dir", lambda: None)
     lock, going, most = threading.Lock(), 0, 0
     full = threading.Event()
     real = Local.run
@@ -125,7 +125,7 @@ def test_few_connections_to_one_sshd_are_opened_at_a_time(
         with lock:
             going += 1
             most = max(most, going)
-            if going >= ssh.OPENING:
+            if going >= ssh.MAX_OPENING:
                 full.set()
         full.wait(60)
         with lock:
@@ -139,5 +139,5 @@ def test_few_connections_to_one_sshd_are_opened_at_a_time(
         with pytest.raises(HeliostatError):
             Ssh(f"host{i}").run(["true"], timeout=30)
 
-    map_concurrently(one, range(3 * ssh.OPENING))
-    assert most == ssh.OPENING < 10
+    map_concurrently(one, range(3 * ssh.MAX_OPENING))
+    assert most == ssh.MAX_OPENING < 10

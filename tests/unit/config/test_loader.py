@@ -116,6 +116,34 @@ def test_a_head_named_by_a_word_can_have_more(file: Path) -> None:
     assert (config.spec.head.host, config.spec.head.work) == ("platinum", False)
 
 
+def test_the_last_source_of_a_key_wins_in_either_spelling(file: Path) -> None:
+    text = "gpus: 1\nhead: {cpus_per_node: 2}\ngroups: {a: {memory: 1G}}\n"
+    environ = {"HELIOSTAT_HEAD__CPUS": "3", "HELIOSTAT_GROUPS__A__MEMORY_PER_NODE": "2G"}
+    config = read(file, text, environ, gpus_per_node=4)
+    assert config.spec.gpus_per_node == 4 and config.spec.head.cpus == 3
+    assert config.spec.groups["a"].memory == 2 << 30
+    assert config.origins["gpus_per_node"] == "--gpus-per-node" and "gpus" not in config.origins
+    assert read(file, "gpus_per_node: 1\n", {"HELIOSTAT_GPUS": "2"}).spec.gpus_per_node == 2
+    base = {"gpus_per_node": 8}
+    file.write_text("gpus: 1\n")
+    assert load(SITES, file=file, environ={}, base=base).spec.gpus_per_node == 1
+
+
+def test_an_alias_is_named_as_it_is_written(file: Path) -> None:
+    error = refused(file, "name: lab\ngpus: -1\n")
+    assert error.message == "`gpus` cannot be used" and f"{FILE} line 2" in error.cause
+    error = refused(file, "gpus: 1\ngpus_per_node: 1\n")
+    assert "`gpus` and `gpus_per_node` are the same key" in error.cause
+
+
+def test_the_schema_has_the_deprecated_spellings() -> None:
+    document = schema({})
+    tables = [document, *(document["$defs"][name] for name in ("Head", "Group", "Host"))]
+    aliases = ("gpus", "gpus_per_node", "gpus_per_node", "gpus_per_node")
+    for table, alias in zip(tables, aliases, strict=True):
+        assert table["properties"][alias]["deprecated"] is True
+
+
 @pytest.mark.parametrize(
     ("environ", "key", "value"),
     [

@@ -132,7 +132,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"min_nodes": 4, "nodes": 3}, "min_nodes (4) is more than the 3 requested nodes"),
     ({"memory_per_node": "lots"}, "is not a size"),
     ({"memory_per_node": 0}, "greater than 0"),
-    ({"memory_per_node": float("inf")}, "fits a machine"),
+    ({"memory_per_node": float("inf")}, "out of range for a size"),
     ({"object_store": "1M"}, "1.0 MiB is too small: Ray requires at least 80M"),
     ({"time": "soon"}, "is not a duration"),
     ({"time": "0s"}, "greater than 0"),
@@ -204,6 +204,26 @@ BAD: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("values", "words"), BAD, ids=[str(values)[:60] for values, _ in BAD])
 def test_bad_values(values: dict[str, Any], words: str) -> None:
     assert words in refused(**values)
+
+
+PER_NODE = [("cpus", "cpus_per_node", 3), ("gpus", "gpus_per_node", 2), ("memory", "memory_per_node", "2G")]
+
+
+@pytest.mark.parametrize(("short", "long", "value"), PER_NODE, ids=[short for short, *_ in PER_NODE])
+def test_both_spellings_of_a_key_of_one_node(short: str, long: str, value: Any) -> None:
+    for key in (short, long):
+        made = spec(**{key: value}, head={key: value}, groups={"a": {key: value}})
+        found = [getattr(made, long), getattr(made.head, short), getattr(made.groups["a"], short)]
+        assert found == [2 << 30 if short == "memory" else value] * 3
+    if short != "memory":
+        assert getattr(spec(hosts=[{"host": "a", long: value}]).hosts[0], short) == value
+
+
+@pytest.mark.parametrize(("short", "long", "value"), PER_NODE, ids=[short for short, *_ in PER_NODE])
+def test_both_spellings_at_once_are_refused(short: str, long: str, value: Any) -> None:
+    both = {short: value, long: value}
+    for values in (both, {"head": both}, {"groups": {"a": both}}, {"hosts": [{"host": "a", **both}]}):
+        assert f"`{short}` and `{long}` are the same key: keep one" in refused(**values)
 
 
 @pytest.mark.parametrize("label", ["", "a", "a.b_c-d", "a" * 63])

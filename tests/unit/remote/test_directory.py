@@ -138,8 +138,8 @@ def test_nothing_is_written_after_the_end(there: Path, copy: RemoteDirectory, he
     copy.pull()
     assert copy.process
     follower = Follower(copy, copy.process, None)
-    until(lambda: follower.spoke, "it speaks")
-    follower.end()
+    until(lambda: follower.has_reported, "it speaks")
+    follower.stop()
     (there / "state.json").write_text("late")
     follower.join(60)
     assert not follower.is_alive() and (here.path / "state.json").read_text() == '{"a": 1}'
@@ -181,8 +181,8 @@ def test_names_from_elsewhere_stay_inside(
     copy.append_log(name, 0, b"x")
     assert [path for path in files(tmp_path) if path not in before] in ([], ["here/logs/a/b"])
     follower = Follower.__new__(Follower)
-    follower.mirror = copy
-    follower._take({"alive": True, "files": {name: "x", f"nodes/{name}": "x" if ".." in name else None}})
+    follower.remote = copy
+    follower._apply({"alive": True, "files": {name: "x", f"nodes/{name}": "x" if ".." in name else None}})
     assert [path for path in files(tmp_path) if path not in before] in ([], ["here/logs/a/b"])
 
 

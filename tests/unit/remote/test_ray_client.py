@@ -43,7 +43,7 @@ def test_not_let_in(api: RayApi, token: str | None, words: str) -> None:
         lambda: api.submit("true", "x", {}),
         lambda: list(api.output("j1")),
     ):
-        with pytest.raises(HeliostatError, match="`lab` does not let us in") as caught:
+        with pytest.raises(HeliostatError, match="`lab` rejected the token") as caught:
             ask()
         assert words in caught.value.cause and caught.value.hint == "heliostat doctor lab"
         assert not isinstance(caught.value, NoResponse)
@@ -77,7 +77,7 @@ def test_an_answer_that_is_no_json(api: RayApi, ray: Ray, body: str) -> None:
 
 def test_a_refusal_is_told_by_its_last_words(api: RayApi, ray: Ray) -> None:
     ray.fail = [(500, "Traceback (most recent call last):\n  File x\nValueError: no room\n\n")]
-    with pytest.raises(HeliostatError, match="Ray on `lab` said no") as caught:
+    with pytest.raises(HeliostatError, match="Ray on `lab` rejected the request") as caught:
         api.jobs()
     assert (
         caught.value.cause == "ValueError: no room" and caught.value.details == "GET /api/jobs/ answered 500"
@@ -123,7 +123,7 @@ def test_submit_waits_for_a_head_that_is_not_ready_for_jobs(api: RayApi, ray: Ra
 
 def test_submit_tells_other_refusals_at_once(api: RayApi, ray: Ray) -> None:
     ray.fail = [(500, "Traceback\nValueError: Job with submission_id mine already exists.")]
-    with pytest.raises(HeliostatError, match="said no") as caught:
+    with pytest.raises(HeliostatError, match="rejected the request") as caught:
         api.submit("true", "mine", {})
     assert "already exists" in caught.value.cause and ray.submitted == []
 

@@ -187,5 +187,5 @@ def test_a_dashboard_that_nobody_of_us_runs_gets_no_token(
 
 def test_a_worker_cannot_come_in_as_a_client() -> None:
     """The proofs of the two differ, so that one cannot be taken for the other."""
-    assert relay._proof("s", "client", "c") != hub.proof("s", "worker", "c", relay.NAME)
-    assert relay._proof("s", "client", "c") == hub.proof("s", "client", "c", relay.NAME)
+    assert relay._make_proof("s", "client", "c") != hub.proof("s", "worker", "c", relay.NAME)
+    assert relay._make_proof("s", "client", "c") == hub.proof("s", "client", "c", relay.NAME)

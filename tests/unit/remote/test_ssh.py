@@ -55,7 +55,7 @@ def far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("FAR", str(place))
     monkeypatch.setenv("PATH", f"{place}/bin:{os.environ['PATH']}")
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.setattr(ssh, "TRIES", 1)  # tests/real/test_ssh_startups.py has what is tried again
+    monkeypatch.setattr(ssh, "ATTEMPTS", 1)  # tests/real/test_ssh_startups.py has what is tried again
     return place
 
 
@@ -94,18 +94,18 @@ def test_what_a_login_shell_prints_is_cut_off(far: Path) -> None:
         (
             "ssh: connect to host login port 22: Connection refused",
             "ssh.unreachable",
-            "does an ssh server run there",
+            "check that an ssh server listens",
         ),
         (
             "ssh: connect to host login port 22: Connection timed out",
             "ssh.unreachable",
-            "can this machine reach it",
+            "check the network from this host",
         ),
         ("kex_exchange_identification: read: Connection reset by peer", "ssh.failed", "ssh login"),
         (
             "ssh: connect to host login port 22: No route to host",
             "ssh.unreachable",
-            "can this machine reach it",
+            "check the network from this host",
         ),
         ("config: line 3: Bad configuration option: hots", "ssh.configuration", "ssh -G login"),
     ],
@@ -200,7 +200,7 @@ def test_a_folder_for_sockets_that_others_can_enter_is_not_used(
         Ssh("login").run(["true"], timeout=30)
         calls = (far / "calls").read_text()
         assert "ControlMaster=auto" in calls and short not in calls
-        monkeypatch.setattr(ssh, "LONGEST", 0)
+        monkeypatch.setattr(ssh, "MAX_SOCKET_DIR", 0)
         Ssh("login").run(["true"], timeout=30)
         assert "Control" not in (far / "calls").read_text().removeprefix(calls)
 
@@ -216,7 +216,7 @@ def test_a_socket_s_path_is_short(far: Path, monkeypatch: pytest.MonkeyPatch, pl
     monkeypatch.setattr(
         Path, "lstat", lambda self: os.stat_result((0o40700, 0, 0, 0, os.getuid(), 0, 0, 0, 0, 0))
     )
-    chosen = ssh._sockets()
+    chosen = ssh._socket_dir()
     assert made == [chosen] and chosen.parent == Path(place if len(place) < 30 else "/tmp")
 
 

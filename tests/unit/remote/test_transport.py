@@ -75,7 +75,7 @@ def test_a_deadline_holds_when_a_grandchild_keeps_the_output_open() -> None:
 def test_a_program_that_is_not_there(name: str) -> None:
     with pytest.raises(HeliostatError, match="could not run") as caught:
         Local().run([name], timeout=5)
-    assert caught.value.cause == "it is not on this machine"
+    assert caught.value.cause == "this host does not have the program"
 
 
 def test_a_program_that_may_not_be_run(tmp_path: Path) -> None:
