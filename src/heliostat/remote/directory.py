@@ -312,7 +312,7 @@ cd -- "$1" 2>/dev/null || { echo gone; exit 0; }
 why=$(safe . 2>&1 >/dev/null) || { echo "unsafe $why"; exit 0; }
 if [ "$3" ] && [ -e "$3" ] && safe . agent.pyz >/dev/null; then printf %s "$2" | "$4" agent.pyz stop >/dev/null; fi
 tar -cf - logs nodes state.json 2>/dev/null | base64 -w0; echo
-read -r word && [ "$word" = ok ] || exit 1
+read -r reply && [ "$reply" = ok ] || exit 1
 for f in *; do [ "$f" = work ] || rm -rf -- "$f"; done
 if [ -d work ]; then echo "$1/work"; else d=$PWD; cd .. && rmdir -- "$d"; rmdir -- "$PWD" 2>/dev/null; echo; fi
 """
