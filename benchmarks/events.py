@@ -15,7 +15,7 @@ from heliostat.backends.base import Handle, Observation
 from heliostat.cluster.manager import ClusterManager
 from heliostat.state.records import NodeRecord, Record
 from heliostat.state.states import NodeState
-from heliostat.state.store import ClusterFolder, Store
+from heliostat.state.store import ClusterDirectory, Store
 
 NODES, SMOKE_NODES, FLAPPING, FLAPS = 1000, 40, 0.05, 10
 N = NodeState
@@ -52,7 +52,7 @@ class Day:
             handles=[Handle(f"1234567_{i}", (name,), {}).to_json() for i, name in enumerate(self.names)],
         )
         store = Store(lab.path / "events")
-        self.folder: ClusterFolder = store.create(record, {"events.jsonl": ""})
+        self.folder: ClusterDirectory = store.create(record, {"events.jsonl": ""})
         self.life, self.site = ClusterManager(store), Site()
         self.told: dict[str, dict[str, Any]] = {}
 

@@ -17,7 +17,7 @@ from heliostat.backends.base import Handle
 from heliostat.cluster.manager import ClusterManager
 from heliostat.state.records import NodeRecord, Record
 from heliostat.state.states import NodeState
-from heliostat.state.store import ClusterFolder, Store
+from heliostat.state.store import ClusterDirectory, Store
 
 STUBS = Path(__file__).with_name("stubs.py")
 PROCESSES = 2  # that play the workers
@@ -134,7 +134,7 @@ class Cluster:
             ready=time.time(),
         )
         self.store = Store(lab.home)
-        self.folder: ClusterFolder = self.store.create(record, {"events.jsonl": "", "token": "0" * 64})
+        self.folder: ClusterDirectory = self.store.create(record, {"events.jsonl": "", "token": "0" * 64})
         words = {one: _words(i) for i, one in enumerate(names)}
         (self.folder.path / "nodes").mkdir()
         for one, said in words.items():

@@ -168,7 +168,7 @@ class GridEngine(batch.Batch):
         ids = dict.fromkeys(handle.native_id for handle in handles)
         try:
             done = host.run(["sh", "-c", QUERY_OWN_JOBS], timeout=batch.OBSERVE_S)
-            failure = done.err.strip() or done.saw() if done.code else ""
+            failure = done.err.strip() or done.describe() if done.code else ""
             states = {} if failure else parse_jobs(done.out)
         except (HeliostatError, Xml.ParseError) as error:
             failure = str(error)

@@ -1,4 +1,4 @@
-"""Heliostat starts a Ray cluster on the machines you have, runs your work on it, and gives the machines back."""
+"""Heliostat starts Ray clusters on hosts, schedulers and clouds, runs jobs on them, and releases the nodes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Cluster", "ClusterSpec", "HeliostatError", "Job", "__version__", "co
 
 
 def __getattr__(name: str) -> Any:
-    # `import heliostat` costs nothing until something is used
+    # keep `import heliostat` fast: load the API on first use
     if name in ("Cluster", "Job", "connect", "up"):
         from heliostat import api
 

@@ -1,3 +1,3 @@
-"""The one place where the version is written; pyproject.toml reads it from here."""
+"""The version of Heliostat, which pyproject.toml reads from here."""
 
 __version__ = "0.1.0"

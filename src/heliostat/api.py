@@ -12,7 +12,7 @@ from heliostat import backends
 from heliostat.cluster.manager import ClusterManager
 from heliostat.common.errors import Code, HeliostatError, UsageError
 from heliostat.common.events import Emit
-from heliostat.common.limits import MOST_WORKERS
+from heliostat.common.limits import MAX_WORKERS
 from heliostat.config import loader
 from heliostat.config.spec import ClusterSpec
 from heliostat.remote.ray_client import FINAL
@@ -141,9 +141,9 @@ class Cluster:
 
     def scale(self, workers: int) -> None:
         """So many workers besides the head. New ones come; of the old ones the last go, after their work is drained."""
-        if isinstance(workers, bool) or not isinstance(workers, int) or not 0 <= workers <= MOST_WORKERS:
+        if isinstance(workers, bool) or not isinstance(workers, int) or not 0 <= workers <= MAX_WORKERS:
             raise UsageError(
-                "`workers` cannot be used", cause=f"`{workers!r}` is not between 0 and {MOST_WORKERS}"
+                "`workers` cannot be used", cause=f"`{workers!r}` is not between 0 and {MAX_WORKERS}"
             )
         self._manager.scaling.scale(self.name, workers)
 

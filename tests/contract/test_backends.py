@@ -22,11 +22,11 @@ from heliostat.cluster import planner, readiness
 from heliostat.cluster.view import View
 from heliostat.common.errors import HeliostatError, Interrupted, NotFoundError, PartialFailure, UsageError
 from heliostat.common.events import Event
-from heliostat.config.spec import members
+from heliostat.config.members import members
 from heliostat.remote import tls
 from heliostat.state.records import Record
 from heliostat.state.states import TERMINAL, ClusterState, NodeState
-from heliostat.state.store import ClusterFolder
+from heliostat.state.store import ClusterDirectory
 
 pytestmark = pytest.mark.needs_linux
 PYTHONPATH = os.pathsep.join(filter(None, (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH"))))
@@ -56,7 +56,7 @@ def die(*_: object) -> None:
     raise Died
 
 
-def at_once(*acts: Callable[[], Any]) -> list[Any]:
+def map_concurrently(*acts: Callable[[], Any]) -> list[Any]:
     """All of them in the same moment, each in a thread; what each gave or raised."""
     results: list[Any] = [None] * len(acts)
     start = threading.Barrier(len(acts))
@@ -96,7 +96,7 @@ def test_a_check_never_raises(world: World) -> None:
 def test_a_plan_is_pure_and_always_the_same(
     world: World, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec, folder = world.spec(nodes=3, labels={"a": "b"}), ClusterFolder(world.store.clusters / "lab")
+    spec, folder = world.spec(nodes=3, labels={"a": "b"}), ClusterDirectory(world.store.clusters / "lab")
     before = listing(home), dict(os.environ), world.calls
     for call in ("Popen", "run"):
         monkeypatch.setattr(subprocess, call, None)
@@ -110,7 +110,7 @@ def test_a_plan_is_pure_and_always_the_same(
 
 def test_a_plan_of_some_nodes_has_only_those(world: World) -> None:
     spec = world.spec(nodes=4)
-    _, plan = planner.plan(ClusterFolder(world.store.clusters / "lab"), spec, members(spec)[2:])
+    _, plan = planner.plan(ClusterDirectory(world.store.clusters / "lab"), spec, members(spec)[2:])
     assert [node for step in plan.steps for node in step.nodes] == ["w2", "w3"]
 
 
@@ -168,7 +168,7 @@ def test_a_cluster_that_is_taken_over_brings_its_certificates(world: World, tmp_
     first = world.life().up(spec).folder
     first.path.rename(tmp_path / "lost")
     again = world.life().up(spec).folder
-    assert again.record().id == ClusterFolder(tmp_path / "lost").record().id
+    assert again.record().id == ClusterDirectory(tmp_path / "lost").record().id
     for name in ("token", *tls.FILES):
         assert (again.path / name).read_bytes() == (tmp_path / "lost" / name).read_bytes()
 
@@ -180,7 +180,7 @@ def test_launch_goes_on_only_when_it_is_told_to(world: World) -> None:
     record = folder.record()
     request, plan = life.planner.plan(spec, cluster_id=record.id)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Died):
-        patch.setattr(ClusterFolder, "save", die)
+        patch.setattr(ClusterDirectory, "save", die)
         life.launcher.launch(folder, record, request, plan)
     (first,) = handles(record)
     assert first.nodes[0] == "head" and Handle.from_json(json.loads(json.dumps(first.to_json()))) == first
@@ -193,18 +193,18 @@ def test_launch_goes_on_only_when_it_is_told_to(world: World) -> None:
     assert not world.together or handles(record) == [first]
     until(lambda: len(world.running()) == 3, "it is found again, or another takes its place")
     folder.save(empty)
-    assert life.down("lab").record.is_over() and not world.running(), "also by who knows only the cluster"
+    assert life.down("lab").record.has_ended() and not world.running(), "also by who knows only the cluster"
 
 
 def test_the_record_has_each_id_before_the_next(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     saved: list[int] = []
-    save = ClusterFolder.save
+    save = ClusterDirectory.save
 
-    def noted(folder: ClusterFolder, record: Record) -> None:
+    def noted(folder: ClusterDirectory, record: Record) -> None:
         save(folder, record)
         saved.append(len(folder.record().handles))
 
-    monkeypatch.setattr(ClusterFolder, "save", noted)
+    monkeypatch.setattr(ClusterDirectory, "save", noted)
     view = world.life().up(world.spec(nodes=3))
     count = len(view.record.handles)
     assert saved[: count + 1] == list(range(count + 1))
@@ -377,7 +377,7 @@ def test_restart(world: World) -> None:
     after = world.life().restart("lab")
     assert ready(after, "head", "w1") and after.record.id != before.record.id
     assert after.folder.read_token() != token and after.record.spec == before.record.spec
-    assert len(world.running()) == 2 and len(world.store.past()) == 1
+    assert len(world.running()) == 2 and len(world.store.archived_records()) == 1
 
 
 def test_a_native_id_names_its_cluster(world: World) -> None:
@@ -390,7 +390,7 @@ def test_an_ended_cluster_goes_to_the_history_when_somebody_looks(world: World) 
     view = world.life().up(world.spec())
     backends.load(world.site).cancel(handles(view.record), world.life().transport)
     (told,) = world.life().clusters()
-    assert told.record.is_over() and told.record.reason, "it is told of once"
+    assert told.record.has_ended() and told.record.reason, "it is told of once"
     assert world.life().clusters() == [] and [record.name for record in world.life().history()] == ["lab"]
 
 
@@ -424,7 +424,7 @@ def test_the_head_before_it_is_ready(world: World, how: str, words: str) -> None
     place = caught.value.details.removeprefix("log: ")
     assert os.path.isdir(place), "the log is where the error says"
     assert world.running() == [] and world.store.names() == []
-    (past,) = world.store.past()
+    (past,) = world.store.archived_records()
     assert past.nodes["head"].state is NodeState.FAILED and past.state() is ClusterState.FAILED
 
 
@@ -471,7 +471,7 @@ def test_a_worker_that_was_asked_for_with_others(world: World) -> None:
     view = until(lambda: (v := world.life().find("lab")).record.nodes["w1"].state is seen and v, "it is seen")
     assert view.state is ClusterState.PARTIAL and view.record.nodes["w1"].reason and view.address
     assert states(view.record)["head"] == states(view.record)["w2"] == "READY"
-    assert world.life().down("lab").record.is_over() and world.running() == []
+    assert world.life().down("lab").record.has_ended() and world.running() == []
 
 
 def test_a_worker_after_it_was_ready(world: World) -> None:
@@ -521,7 +521,7 @@ def test_down_after_everything_died(world: World) -> None:
     for node in ("head", "w1"):
         world.kill(view.record, node)
     past = world.life().down("lab")
-    assert past.record.is_over() and world.store.names() == []
+    assert past.record.has_ended() and world.store.names() == []
 
 
 # -- slow, and twice
@@ -542,7 +542,7 @@ def test_a_slow_one_is_waited_for_with_a_reason(world: World) -> None:
 
 
 def test_two_up_at_once(world: World) -> None:
-    results = at_once(*[lambda: world.life().up(world.spec(nodes=3))] * 4)
+    results = map_concurrently(*[lambda: world.life().up(world.spec(nodes=3))] * 4)
     assert all(isinstance(result, View) and ready(result, "head", "w1", "w2") for result in results), results
     assert len({result.record.id for result in results}) == 1
     assert sorted(world.starts()) == ["head", "w1", "w2"] and len(world.running()) == 3
@@ -550,7 +550,7 @@ def test_two_up_at_once(world: World) -> None:
 
 def test_two_up_at_once_that_fail(world: World) -> None:
     world.behave(head="refuse")
-    results = at_once(*[lambda: world.life().up(world.spec())] * 3)
+    results = map_concurrently(*[lambda: world.life().up(world.spec())] * 3)
     assert all(isinstance(result, HeliostatError) for result in results), results
     assert not any("cannot be read" in result.message for result in results)
     until(lambda: not world.running() and not world.store.names(), "nothing is left")
@@ -558,17 +558,19 @@ def test_two_up_at_once_that_fail(world: World) -> None:
 
 def test_two_down_at_once(world: World) -> None:
     world.life().up(world.spec(nodes=3))
-    results = at_once(*[lambda: world.life().down("lab")] * 4)
-    assert all(isinstance(result, View) and result.record.is_over() for result in results), results
-    assert world.running() == [] and world.store.names() == [] and len(world.store.past()) == 1
+    results = map_concurrently(*[lambda: world.life().down("lab")] * 4)
+    assert all(isinstance(result, View) and result.record.has_ended() for result in results), results
+    assert world.running() == [] and world.store.names() == [] and len(world.store.archived_records()) == 1
 
 
 def test_up_and_down_at_once(world: World) -> None:
     """Whoever wins: what is on record runs, what is not does not."""
     world.life().up(world.spec(nodes=2))
-    up, down = at_once(lambda: world.life().up(world.spec(nodes=2)), lambda: world.life().down("lab"))
+    up, down = map_concurrently(
+        lambda: world.life().up(world.spec(nodes=2)), lambda: world.life().down("lab")
+    )
     assert isinstance(up, (View, HeliostatError)) and isinstance(down, View), (up, down)
-    left = [view for view in world.life().clusters() if not view.record.is_over()]
+    left = [view for view in world.life().clusters() if not view.record.has_ended()]
     assert len(world.running()) == sum(len(view.record.nodes) for view in left)
 
 
@@ -619,7 +621,7 @@ def test_a_killed_command_can_be_taken_down(world: World, home: Path, tmp_path: 
             [sys.executable, "-m", "contract.worlds", world.site, str(home), str(tmp_path / "world"), stage],
             env={**os.environ, "PYTHONPATH": PYTHONPATH}, capture_output=True, timeout=120,
         )  # fmt: skip
-        assert world.life().down("lab").record.is_over() and world.store.names() == []
+        assert world.life().down("lab").record.has_ended() and world.store.names() == []
         until(lambda: not world.running(), "what was not on record ends by itself")
 
 
@@ -633,7 +635,7 @@ def test_ctrl_c_while_it_starts_releases_everything(world: World) -> None:
     with pytest.raises(Interrupted, match="interrupted; `lab` is released") as caught:
         world.life(hear).up(world.spec(nodes=2))
     assert caught.value.exit_code == 130 and world.running() == [] and world.store.names() == []
-    assert [record.reason for record in world.store.past()] == ["interrupted"]
+    assert [record.reason for record in world.store.archived_records()] == ["interrupted"]
 
 
 def test_ctrl_c_twice_releases_at_once(world: World) -> None:

@@ -44,7 +44,7 @@ def test_nothing_is_recorded_where_the_programs_are_missing(
     with pytest.raises(HeliostatError) as caught:
         world.life().up(world.spec())
     assert "not found: `" in caught.value.cause and caught.value.hint and caught.value.exit_code == 1
-    assert world.store.names() == [] and world.store.past() == []
+    assert world.store.names() == [] and world.store.archived_records() == []
 
 
 @pytest.mark.parametrize("site", ["kubernetes", "aws", "gcp", "azure"])
@@ -62,7 +62,7 @@ def test_nothing_is_recorded_where_the_packages_are_missing(
     spec = ClusterSpec.model_validate({"name": "lab", "on": site, "backend_tables": {site: TABLES[site]}})
     with pytest.raises(HeliostatError, match="package that is not here") as caught:
         ClusterManager(Store(home)).up(spec)
-    assert "pip install" in caught.value.hint and Store(home).names() == [] == Store(home).past()
+    assert "pip install" in caught.value.hint and Store(home).names() == [] == Store(home).archived_records()
 
 
 TABLES: dict[str, dict[str, str]] = {
@@ -89,7 +89,7 @@ def test_down_now_clears_a_record_that_nothing_stands_behind(world: World, bare_
         world.life().down("lab")
     assert caught.value.hint == "heliostat down lab --now forgets it" and world.store.names() == ["lab"]
     past = world.life(told.append).down("lab", now=True)
-    assert past.record.is_over() and world.store.names() == []
+    assert past.record.has_ended() and world.store.names() == []
     (warning,) = [event.text for event in told if event.text.startswith("warning: ")]
     assert f"could not check whether `{world.site}` runs anything of `lab`" in warning
 

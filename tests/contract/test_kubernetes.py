@@ -342,7 +342,7 @@ def waiting(kube: Kube, home: Path, wanted: ClusterSpec, words: str) -> None:
     told = until(
         lambda: [n.reason for n in life(home).find("lab").record.nodes.values() if words in n.reason], words
     )
-    assert told and life(home).find("lab").record.is_over() is False
+    assert told and life(home).find("lab").record.has_ended() is False
 
 
 def test_no_machine_has_room(kube: Kube, home: Path) -> None:
@@ -488,7 +488,7 @@ def test_the_head_is_evicted_and_comes_back(kube: Kube, home: Path) -> None:
 def test_deleted_by_somebody_else(kube: Kube, home: Path) -> None:
     life(home).up(spec(nodes=2))
     kube.request("DELETE", "/apis/ray.io/v1/namespaces/ml/rayclusters/lab")
-    until(lambda: life(home).find("lab").record.is_over(), "it is seen to be gone")
+    until(lambda: life(home).find("lab").record.has_ended(), "it is seen to be gone")
     assert life(home).down("lab").state is ClusterState.FAILED
     assert life(home).up(spec(nodes=2)).state is ClusterState.READY
 
@@ -542,15 +542,15 @@ COMMAND = """
 import os, signal, sys
 from heliostat import config, backends
 from heliostat.cluster.manager import ClusterManager
-from heliostat.state.store import ClusterFolder
-stage, save = sys.argv[1], ClusterFolder.save
+from heliostat.state.store import ClusterDirectory
+stage, save = sys.argv[1], ClusterDirectory.save
 def dying(folder, record):
     if stage == "before the id is on record" and record.handles:
         os.kill(os.getpid(), signal.SIGKILL)
     save(folder, record)
     if stage == "after the id" and record.handles:
         os.kill(os.getpid(), signal.SIGKILL)
-ClusterFolder.save = dying
+ClusterDirectory.save = dying
 ClusterManager().up(config.check({"name": "lab", "on": "kubernetes", "nodes": 2}, {}, backends.names()))
 """
 

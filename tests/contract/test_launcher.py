@@ -27,7 +27,7 @@ from heliostat.common.processes import process_start
 from heliostat.config import loader
 from heliostat.config.spec import ClusterSpec
 from heliostat.remote.transport import Local
-from heliostat.state.store import ClusterFolder, Store
+from heliostat.state.store import ClusterDirectory, Store
 from shared import until
 
 REGION = "us-west-2"
@@ -117,7 +117,7 @@ class Site:
 
     def __init__(self, spec: ClusterSpec, folder: Path) -> None:
         self.backend: Any = backends.load(spec.on)
-        place = ClusterFolder(folder)
+        place = ClusterDirectory(folder)
         self.request: LaunchRequest
         self.plan: Plan
         self.request, self.plan = planner.plan(place, spec, cluster_id=MARK)
@@ -358,7 +358,7 @@ def test_google_takes_what_we_write(google: FakeGcp, tmp_path: Path, monkeypatch
     }
     values = {"on": "gcp", "name": "lab", "groups": groups, "gcp": table}
     _, plan = planner.plan(
-        ClusterFolder(tmp_path), loader.check(values, {}, backends.names()), cluster_id=MARK
+        ClusterDirectory(tmp_path), loader.check(values, {}, backends.names()), cluster_id=MARK
     )
     request = json.loads(json.dumps(plan.steps[0].config))
     made = request["config"]

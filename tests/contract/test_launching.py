@@ -99,7 +99,7 @@ def test_a_cluster_is_ended_while_it_is_launched(world: World, monkeypatch: pyte
         gate.go.set()
     error, view = going.end(), ended.end()
     assert isinstance(error, HeliostatError) and "was taken down while it was starting" in error.message
-    assert not isinstance(view, Exception) and view.record.is_over()
+    assert not isinstance(view, Exception) and view.record.has_ended()
     assert world.store.names() == [] and world.running() == []
 
 

@@ -28,7 +28,7 @@ from heliostat.config.spec import ClusterSpec
 from heliostat.remote import directory, ssh
 from heliostat.remote.transport import Completed, Local, Spawned
 from heliostat.state.records import Record
-from heliostat.state.store import ClusterFolder, Store
+from heliostat.state.store import ClusterDirectory, Store
 
 STUB = Path(__file__).parent / "stub_agent.py"
 FAKE = Path(__file__).parent / "fake_batch.py"
@@ -303,7 +303,7 @@ class SshWorld(LocalWorld):
         for name in ("refuse-launch", "refuse-cancel"):
             (folder / name).unlink(missing_ok=True)
         os.environ["XDG_RUNTIME_DIR"] = str(folder)
-        ssh._known.clear()
+        ssh._hosts.clear()
         directory.PULL_S = 0.02
 
     @property
@@ -338,22 +338,22 @@ WORLDS: dict[str, type[World]] = {world.site: world for world in (LocalWorld, Sl
 
 def die(stage: str) -> None:
     """From now on this process is killed -9 in the middle of an `up`."""
-    save = ClusterFolder.save
+    save = ClusterDirectory.save
 
-    def dying_save(folder: ClusterFolder, record: Record) -> None:
+    def dying_save(folder: ClusterDirectory, record: Record) -> None:
         if stage == "before the id is on record" and record.handles:
             os.kill(os.getpid(), signal.SIGKILL)
         save(folder, record)
         if stage == "after the first id" and record.handles:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def dying_launch(launcher: Launcher, folder: ClusterFolder) -> None:
+    def dying_launch(launcher: Launcher, folder: ClusterDirectory) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     if stage == "before anything is launched":
         Launcher.launch_missing = dying_launch  # type: ignore[method-assign]
     else:
-        ClusterFolder.save = dying_save  # type: ignore[method-assign]
+        ClusterDirectory.save = dying_save  # type: ignore[method-assign]
 
 
 STAGES = ("before anything is launched", "before the id is on record", "after the first id")

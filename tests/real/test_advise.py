@@ -112,7 +112,7 @@ def tell(cluster: api.Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 def advised(
-    cluster: api.Cluster, kind: str, what: str, saw: str, first: Callable[[], object] = lambda: None
+    cluster: api.Cluster, kind: str, what: str, describe: str, first: Callable[[], object] = lambda: None
 ) -> Advice:
     """The advice of this kind with these words in it. It comes when Ray has noticed: its figures follow one another.
 
@@ -121,11 +121,13 @@ def advised(
     def look() -> Advice | None:
         first()
         found = (
-            one for one in cluster.advise(0.5) if one.kind == kind and what in one.what and saw in one.saw
+            one
+            for one in cluster.advise(0.5)
+            if one.kind == kind and what in one.what and describe in one.describe
         )
         return next(found, None)
 
-    return until(look, f"{kind}: {what}: {saw}")
+    return until(look, f"{kind}: {what}: {describe}")
 
 
 def test_a_quiet_cluster(cluster: api.Cluster) -> None:
@@ -218,7 +220,7 @@ def test_a_group_that_holds_what_its_program_waits_for(
 def test_objects_that_go_to_disk(cluster: api.Cluster, tell: Callable[..., Any]) -> None:
     tell("put", 10, 20 << 20)
     # it goes on: Ray may have written all of it to disk at once, and a store that is empty now is nobody's trouble
-    saw = "of 100.0 MiB in the object store"
-    found = advised(cluster, "spilling", "writes to disk", saw, lambda: tell("put", 1, 20 << 20))
-    assert " MiB written" in found.saw
+    describe = "of 100.0 MiB in the object store"
+    found = advised(cluster, "spilling", "writes to disk", describe, lambda: tell("put", 1, 20 << 20))
+    assert " MiB written" in found.describe
     tell("drop")

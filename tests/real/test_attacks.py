@@ -27,7 +27,7 @@ import pytest
 from heliostat.agent import hub
 from heliostat.agent.ray_start import listening_ports, sockets_of
 from heliostat.remote import relay
-from heliostat.remote.ray_client import NoAnswer, RayApi
+from heliostat.remote.ray_client import NoResponse, RayApi
 from real.faults import Node
 from shared import COMMAND, PATIENCE_S, document, heliostat, until
 
@@ -264,7 +264,7 @@ def test_a_dashboard_of_another_user_gets_no_token(attack: Callable[..., Attacke
     try:
         hub_port = asyncio.run_coroutine_threadsafe(head.start("127.0.0.1", 0), loop).result(PATIENCE_S)
         dial = relay.dialer(lambda *place: place, {"ip": "127.0.0.1", "port": hub_port}, "secret")
-        with pytest.raises(NoAnswer):
+        with pytest.raises(NoResponse):
             RayApi("127.0.0.1", hub_port, None, dial=dial).jobs()
     finally:
         asyncio.run_coroutine_threadsafe(head.close(0), loop).result(PATIENCE_S)

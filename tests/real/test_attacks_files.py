@@ -434,7 +434,7 @@ def test_a_staged_environment_that_another_user_put_into_the_cache(
     """Its name can be computed by whoever can read the environment."""
     home = own(place / "hh", victim, 0o700)
     cache = own(home / "cache", victim, 0o777)
-    find = "import sys; from pathlib import Path; from heliostat.remote import staging; print(staging.look(Path(sys.argv[1]), Path(sys.argv[2])).path)"
+    find = "import sys; from pathlib import Path; from heliostat.remote import staging; print(staging.describe_archive(Path(sys.argv[1]), Path(sys.argv[2])).path)"
     name = Path(victim.run(PYTHON, "-c", find, lab, cache).stdout.strip()).name
     evil = own(place / "evil", attacker, 0o755)
     home.chmod(0o711)
@@ -530,7 +530,7 @@ def test_a_home_that_another_user_can_change_when_the_job_starts(slurm: Lab, pro
 
 def test_a_socket_of_ssh_is_never_the_attacker_s(place: Path, victim: User, attacker: User) -> None:
     """Whoever owns the socket of a shared connection is given every command and file that is sent over it."""
-    show = "from heliostat.remote import ssh; print(ssh._sockets())"
+    show = "from heliostat.remote import ssh; print(ssh._socket_dir())"
     theirs, sticky = own(place / "t", attacker, 0o777), own(place / "s", None, 0o1777)
     found = victim.run(PYTHON, "-c", show, TMPDIR=theirs, XDG_RUNTIME_DIR=theirs)
     assert found.returncode == 0 and str(theirs) not in found.stdout and not list(theirs.iterdir()), found

@@ -15,7 +15,7 @@ import pytest
 
 from heliostat.agent.idle import IdleClock
 from heliostat.common.errors import DeadlineError
-from heliostat.state.store import ClusterFolder
+from heliostat.state.store import ClusterDirectory
 from real.faults import Node, fake_ray, past, tell_tale
 from shared import document, heliostat, until
 
@@ -105,7 +105,7 @@ def test_a_step_while_a_run_runs(home: Path, tmp_path: Path, step: Callable[[flo
 @pytest.mark.parametrize("seconds", [DAY, -DAY], ids=["forth", "back"])
 def test_a_lock_that_is_held_stays_held(home: Path, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     (home / "lab").mkdir()
-    folder, real = ClusterFolder(home / "lab"), time.time
+    folder, real = ClusterDirectory(home / "lab"), time.time
     with folder.lock():
         monkeypatch.setattr(time, "time", lambda: real() + seconds)
         with pytest.raises(DeadlineError, match="another command is changing"):

@@ -335,7 +335,7 @@ AT = {
     # the name is claimed, nothing is started
     "before the launch": "heliostat.cluster.launch.Launcher.launch_missing = kill_at(None, 1)",
     # a process waits for its config, and nobody has written down that it exists
-    "before the id is on record": "heliostat.state.store.ClusterFolder.save = kill_at(heliostat.state.store.ClusterFolder.save, 2)",
+    "before the id is on record": "heliostat.state.store.ClusterDirectory.save = kill_at(heliostat.state.store.ClusterDirectory.save, 2)",
     # it is on record, and never gets its config
     "before the agent is told": "heliostat.remote.transport._feed = kill_at(None, 1)",
     # the head has begun, the worker waits

@@ -49,7 +49,14 @@ NODE = {
     "name": str, "role": str, "state": str, "reason": str, "ip": str, "native_id": str, "resources": dict, "gpus": list,
 }  # fmt: skip
 JOB = {"id": str, "status": str, "entrypoint": str, "started": NUMBER, "seconds": NUMBER}
-LISTED = {"name": str, "backend": str, "state": str, "nodes": int, "native_ids": list, "started": NUMBER}
+LISTED_HOSTS_BACKEND = {
+    "name": str,
+    "backend": str,
+    "state": str,
+    "nodes": int,
+    "native_ids": list,
+    "started": NUMBER,
+}
 CONNECTION = {
     "RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "HELIOSTAT_CLUSTER", "HELIOSTAT_RAY_PORT", "HELIOSTAT_HEAD_NODE",
     "HELIOSTAT_HEAD_IP", "HELIOSTAT_PORT_OFFSET", "HELIOSTAT_STARTED", "HELIOSTAT_DASHBOARD_PORT",
@@ -209,7 +216,7 @@ def test_ls(pair: Pair) -> None:
     assert header.split() == ["NAME", "SITE", "STATE", "NODES", "AGE", "WHY"]
     assert line.split()[:4] == [NAME, "local", "ready", "2/2"]
     (listed,) = document("ls")["clusters"]
-    has(listed, LISTED)
+    has(listed, LISTED_HOSTS_BACKEND)
     assert (listed["name"], listed["state"], listed["nodes"]) == (NAME, "ready", 2)
     assert len(listed["native_ids"]) == 2
 

@@ -15,7 +15,7 @@ import pytest
 from heliostat.common.errors import HeliostatError
 from heliostat.remote import ssh
 from heliostat.remote.ssh import Ssh
-from heliostat.remote.transport import Completed, Local, at_once
+from heliostat.remote.transport import Completed, Local, map_concurrently
 from shared import until
 
 pytestmark = [pytest.mark.needs_sshd]
@@ -61,7 +61,7 @@ def keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "config").write_text(
         f"StrictHostKeyChecking no\nUserKnownHostsFile /dev/null\nLogLevel ERROR\nIdentityFile {tmp_path}/id\n"
     )
-    monkeypatch.setattr(ssh, "_sockets", lambda: None)
+    monkeypatch.setattr(ssh, "_socket_dir", lambda: None)
     return tmp_path
 
 
@@ -70,7 +70,9 @@ def ask(keys: Path, gate: int, target: int) -> list[str]:
     me = Path("~").expanduser().owner()
     words = ["-F", str(keys / "config"), "-J", f"{me}@127.0.0.1:{gate}", "-p", str(target)]
     hosts = [Ssh(f"{me}@127.0.0.{i}", words) for i in range(1, MANY + 1)]
-    answers = at_once(lambda host: host.run(["sh", "-c", "echo $SSH_CONNECTION"], timeout=120), hosts)
+    answers = map_concurrently(
+        lambda host: host.run(["sh", "-c", "echo $SSH_CONNECTION"], timeout=120), hosts
+    )
     return [answer.out.split()[2] for answer in answers]
 
 
@@ -111,7 +113,7 @@ def test_few_connections_to_one_sshd_are_opened_at_a_time(
     fake.write_text('#!/bin/sh\ncase "$*" in *-G*) echo "proxyjump gate"; exit ;; esac\nexit 255\n')
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(ssh, "_sockets", lambda: None)
+    monkeypatch.setattr(ssh, "_socket_dir", lambda: None)
     lock, going, most = threading.Lock(), 0, 0
     full = threading.Event()
     real = Local.run
@@ -123,7 +125,7 @@ def test_few_connections_to_one_sshd_are_opened_at_a_time(
         with lock:
             going += 1
             most = max(most, going)
-            if going >= ssh.OPENING:
+            if going >= ssh.MAX_OPENING:
                 full.set()
         full.wait(60)
         with lock:
@@ -137,5 +139,5 @@ def test_few_connections_to_one_sshd_are_opened_at_a_time(
         with pytest.raises(HeliostatError):
             Ssh(f"host{i}").run(["true"], timeout=30)
 
-    at_once(one, range(3 * ssh.OPENING))
-    assert most == ssh.OPENING < 10
+    map_concurrently(one, range(3 * ssh.MAX_OPENING))
+    assert most == ssh.MAX_OPENING < 10

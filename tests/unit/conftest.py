@@ -12,7 +12,7 @@ import pytest
 
 from heliostat.state.records import NodeRecord, Record
 from heliostat.state.states import NodeState
-from heliostat.state.store import ClusterFolder, Store
+from heliostat.state.store import ClusterDirectory, Store
 
 NOBODY = 65534
 
@@ -62,10 +62,10 @@ def make_record() -> Callable[..., Record]:
 
 
 @pytest.fixture
-def make_past(store: Store) -> Callable[..., ClusterFolder]:
+def make_past(store: Store) -> Callable[..., ClusterDirectory]:
     """An ended cluster in the history."""
 
-    def make(name: str = "old", **more: Any) -> ClusterFolder:
+    def make(name: str = "old", **more: Any) -> ClusterDirectory:
         ended = record(name, ended=1_700_003_600.0, ready=1_700_000_060.0, reason="taken down", **more)
         for node in ended.nodes.values():
             node.state = NodeState.GONE

@@ -22,7 +22,7 @@ from heliostat.cli.native import META
 from heliostat.cli.output import Output
 from heliostat.common.errors import HeliostatError
 from heliostat.config import loader
-from heliostat.config.spec import check_name
+from heliostat.config.tables import check_name
 from heliostat.diagnostics import doctor
 
 KUBERNETES = (ROOT / "docs" / "kubernetes.md").read_text()

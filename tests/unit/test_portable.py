@@ -129,7 +129,7 @@ def test_a_draft_of_a_process_of_which_nothing_is_known_stays(tmp_path: Path, no
 def test_a_lock_is_judged_by_its_age(
     tmp_path: Path, nobody_knows: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = store.ClusterFolder(tmp_path)
+    folder = store.ClusterDirectory(tmp_path)
     with folder.lock():
         with pytest.raises(heliostat.HeliostatError, match="another command"), folder.lock(0):
             pass

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from heliostat.common.errors import Code, HeliostatError, UsageError
-from heliostat.common.limits import MOST_NODES
+from heliostat.common.limits import MAX_NODES
 from heliostat.state.states import NodeState
 
 if TYPE_CHECKING:
-    from heliostat.config.spec import ClusterSpec, Member
+    from heliostat.config.members import Member
+    from heliostat.config.spec import ClusterSpec
     from heliostat.remote.transport import Completed, Transport
     from heliostat.state.records import NodeRecord
 
@@ -186,7 +187,7 @@ class Backend(ABC):
     starts_ray: ClassVar[bool] = True  # Heliostat's agent runs `ray start`; False: see `Platform`
     shares_files: ClassVar[bool] = True  # the head sees the caller's directories under the same paths
     autoscales: ClassVar[bool] = False  # the number of nodes can follow Ray's demand (`autoscale`)
-    most_nodes: ClassVar[int] = MOST_NODES  # limit for one cluster
+    most_nodes: ClassVar[int] = MAX_NODES  # limit for one cluster
     takes_options: ClassVar[bool] = False  # a scheduler accepts its own options from the command line
     long_options: ClassVar[frozenset[str]] = frozenset()  # the scheduler's known long options, without dashes
     reserved_short_options: ClassVar[tuple[str, ...]] = ()  # the scheduler's options that Heliostat also has

@@ -20,7 +20,8 @@ from heliostat.common.errors import Code, HeliostatError, UsageError
 from heliostat.state.states import NodeState
 
 if TYPE_CHECKING:
-    from heliostat.config.spec import ClusterSpec, Member
+    from heliostat.config.members import Member
+    from heliostat.config.spec import ClusterSpec
     from heliostat.remote.transport import Completed, Transport
 
 N = NodeState
@@ -110,7 +111,7 @@ def job_config(request: LaunchRequest, others: Sequence[str], rank: str) -> tupl
 
 
 def _member_config(request: LaunchRequest, member: Member) -> dict[str, Any]:
-    from heliostat.config.spec import members
+    from heliostat.config.members import members
 
     head: dict[str, Any] = {}
     if member.role == "head":
@@ -297,7 +298,7 @@ def rejection_error(done: Completed, message: str, code: str, hint: str = "") ->
     """The error for a scheduler command that failed; its last two lines are the cause."""
     lines = [line.strip() for line in (done.err or done.out).splitlines() if line.strip()]
     return HeliostatError(
-        message, cause=" | ".join(lines[-2:])[:400], details=done.saw(), hint=hint, code=code
+        message, cause=" | ".join(lines[-2:])[:400], details=done.describe(), hint=hint, code=code
     )
 
 

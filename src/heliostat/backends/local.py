@@ -20,9 +20,9 @@ from heliostat.backends.base import (
     Step,
 )
 from heliostat.common.errors import Code, HeliostatError, UsageError
-from heliostat.common.limits import MOST_LOCAL_NODES
+from heliostat.common.limits import MAX_LOCAL_NODES
 from heliostat.common.processes import process_start
-from heliostat.common.shell import by_shell
+from heliostat.common.shell import wrap_in_shell
 from heliostat.state.ownership import require_safe
 from heliostat.state.states import NodeState
 
@@ -42,11 +42,11 @@ class Options:
 class Local(Backend):
     name: ClassVar[str] = "local"
     Options: ClassVar[type] = Options
-    most_nodes: ClassVar[int] = MOST_LOCAL_NODES
+    most_nodes: ClassVar[int] = MAX_LOCAL_NODES
     poll_interval: ClassVar[tuple[float, float]] = (0.0, 0.0)  # a query only reads /proc
 
     def plan(self, request: LaunchRequest) -> Plan:
-        from heliostat.config.spec import members
+        from heliostat.config.members import members
         from heliostat.remote.start_script import agent_script
 
         spec = request.spec
@@ -142,12 +142,12 @@ class Local(Backend):
             raise HeliostatError(
                 "some processes could not be stopped",
                 cause=f"still running: {left}" if "left" in answer else done.err.strip()[-300:],
-                details=done.saw(),
+                details=done.describe(),
                 code=Code.LOCAL_PROCESSES_LEFT,
             )
 
     def execute(self, node: str, handle: Handle, argv: Sequence[str], host: Transport) -> Completed:
-        return host.run(by_shell(argv), timeout=RUN_S)
+        return host.run(wrap_in_shell(argv), timeout=RUN_S)
 
 
 def _read_temp_directory(folder: Path, node: str) -> str | None:

@@ -30,11 +30,13 @@ from heliostat.common.errors import Code, HeliostatError, PartialFailure, UsageE
 from heliostat.common.shell import SAFE
 from heliostat.remote.directory import REMOTE_ROOT, UNSAFE, pack
 from heliostat.remote.ssh import connect
-from heliostat.remote.transport import at_once
+from heliostat.remote.transport import map_concurrently
 from heliostat.state.states import NodeState
 
 if TYPE_CHECKING:
-    from heliostat.config.spec import ClusterSpec, Host, Member
+    from heliostat.config.members import Member
+    from heliostat.config.spec import ClusterSpec
+    from heliostat.config.tables import Host
     from heliostat.remote.transport import Completed, Transport
 
 N = NodeState
@@ -69,7 +71,7 @@ class SshBackend(Backend):
         return [self.questions["ssh"].answer(True, version)]
 
     def require(self, spec: ClusterSpec, host: Transport) -> None:
-        from heliostat.config.spec import hosts
+        from heliostat.config.members import hosts
 
         if any(ssh_command(one) for one in hosts(spec)):
             require_programs(("ssh",), "install OpenSSH's client", host)
@@ -145,12 +147,12 @@ class SshBackend(Backend):
                 for s in workers
             )
             return
-        yield from at_once(lambda step: _start(request, step, texts, head), workers)
+        yield from map_concurrently(lambda step: _start(request, step, texts, head), workers)
 
     def find_orphans(self, cluster_id: str | None, spec: ClusterSpec, host: Transport) -> list[Handle]:
         """An agent continues if `launch` dies before its handle is recorded. An agent on an unreachable host exits when it
         loses its head. Without a cluster id, queries the head's host first: without a head there is no cluster."""
-        from heliostat.config.spec import hosts, members
+        from heliostat.config.members import hosts, members
 
         head_host, *worker_hosts = hosts(spec)
 
@@ -159,24 +161,24 @@ class SshBackend(Backend):
 
         if cluster_id is not None:
             root = Path(REMOTE_ROOT) / cluster_id
-            orphans = at_once(lambda member: _find_orphan(member, root, cluster_id), members(spec))
+            orphans = map_concurrently(lambda member: _find_orphan(member, root, cluster_id), members(spec))
             return [handle for handle in orphans if handle]
         heads = find(head_host)
         if not heads:
             return []
         newest = max(heads, key=lambda handle: handle.detail["since"])
-        workers = [handle for found in at_once(find, worker_hosts) for handle in found]
+        workers = [handle for found in map_concurrently(find, worker_hosts) for handle in found]
         return [newest, *(handle for handle in workers if handle.detail["id"] == newest.detail["id"])]
 
     # -- observe and cancel
 
     def observe(self, handles: Sequence[Handle], host: Transport) -> dict[str, Observation]:
-        return dict(zip([h.native_id for h in handles], at_once(_observe, handles), strict=True))
+        return dict(zip([h.native_id for h in handles], map_concurrently(_observe, handles), strict=True))
 
     def cancel(self, handles: Sequence[Handle], host: Transport, *, now: bool = False) -> None:
         """The hosts stop their agents in parallel and verify it. Raises if a host is unreachable; with `now`, skips it: its agent
         exits when it loses its head."""
-        failures = [one for one in at_once(lambda handle: _stop(handle, now), handles) if one]
+        failures = [one for one in map_concurrently(lambda handle: _stop(handle, now), handles) if one]
         if not failures:
             return
         cause = "; ".join(text for text, _ in failures)[:400]
@@ -199,13 +201,13 @@ class SshBackend(Backend):
 
     def collect_logs(self, handles: Sequence[Handle], folder: Path) -> list[str]:
         from heliostat.remote.directory import RemoteDirectory
-        from heliostat.state.store import ClusterFolder
+        from heliostat.state.store import ClusterDirectory
 
         def collect(handle: Handle) -> str:
             target = connect(handle.detail["ssh"])
             try:
-                remote = RemoteDirectory(ClusterFolder(folder), target, Path(handle.detail["folder"]))
-                work_dir = remote.finish(_stop_request(handle, now=True), handle.detail)
+                remote = RemoteDirectory(ClusterDirectory(folder), target, Path(handle.detail["folder"]))
+                work_dir = remote.collect_and_remove(_stop_request(handle, now=True), handle.detail)
             except (HeliostatError, OSError, ValueError) as error:
                 was_started = "refused" not in handle.detail
                 return (
@@ -214,7 +216,7 @@ class SshBackend(Backend):
             has_files = work_dir and handle.detail["role"] == "head"
             return f"the command's files are on {target.target} in ~/{work_dir}" if has_files else ""
 
-        return [note for note in at_once(collect, handles) if note]
+        return [note for note in map_concurrently(collect, handles) if note]
 
     def reach(self, handle: Handle, host: Transport) -> Transport:
         return connect(handle.detail["ssh"])
@@ -222,7 +224,7 @@ class SshBackend(Backend):
 
 def ssh_command(host: Host | None) -> tuple[str, ...]:
     """The command to connect to the host: `ssh -p 22 -i key -J jump user@host`. Empty for this host."""
-    from heliostat.config.spec import HERE
+    from heliostat.config.tables import HERE
 
     assert host is not None
     if host.host in HERE:

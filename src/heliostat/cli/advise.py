@@ -37,7 +37,7 @@ def command(out: Output, /, cluster: str | None, span: str) -> None:
     if not found:
         return out.data(f"`{name}`: nothing to advise ({short})")
     blocks = [
-        f"{out.colour(one.what, 'bold', sys.stdout)}\n  saw:   {one.saw}\n  means: {one.means}\n  do:    {one.do}"
+        f"{out.colour(one.what, 'bold', sys.stdout)}\n  saw:   {one.describe}\n  means: {one.means}\n  do:    {one.do}"
         for one in found
     ]
     out.data("\n\n".join([f"{name}: {short}", *blocks]))

@@ -15,8 +15,8 @@ from heliostat.cli.options import CLUSTER, common
 from heliostat.cli.output import Output, as_json
 from heliostat.cluster.manager import ClusterManager
 from heliostat.common.errors import Code, NotFoundError, printable
-from heliostat.remote.job_output import OwnOutput
-from heliostat.state.store import ClusterFolder
+from heliostat.remote.job_output import JobOutput
+from heliostat.state.store import ClusterDirectory
 
 
 @click.command()
@@ -89,7 +89,7 @@ class Sink:
             self.out.document({**self._of, "logs": self._texts})
 
 
-def show(sink: Sink, manager: ClusterManager, folder: ClusterFolder, what: str) -> None:
+def show(sink: Sink, manager: ClusterManager, folder: ClusterDirectory, what: str) -> None:
     record, ended = folder.record(), folder.path.parent == manager.store.ended
     ours = backends.load(record.backend).starts_ray or ended
     if ours and ((folder.logs / f"{what}.out").exists() or (record.command and what == "run")):
@@ -111,7 +111,7 @@ def show(sink: Sink, manager: ClusterManager, folder: ClusterFolder, what: str) 
                 code=Code.NOT_FOUND_JOB,
             )
         ran = next((job.get("ran") for job in record.jobs if job["id"] == what), None)
-        copy(sink, "out", kept[0], OwnOutput(what, ran))
+        copy(sink, "out", kept[0], JobOutput(what, ran))
     else:
         try:
             for chunk in manager.ray_api(manager.observe(folder)).output(what, follow=sink.follow):
@@ -125,7 +125,7 @@ def show(sink: Sink, manager: ClusterManager, folder: ClusterFolder, what: str) 
             ) from None
 
 
-def copy(sink: Sink, stream: str, path: Path, own: OwnOutput | None = None) -> None:
+def copy(sink: Sink, stream: str, path: Path, own: JobOutput | None = None) -> None:
     try:
         with open(path, "rb") as source:
             while chunk := source.read(1 << 20):
@@ -136,7 +136,7 @@ def copy(sink: Sink, stream: str, path: Path, own: OwnOutput | None = None) -> N
         pass
 
 
-def show_events(out: Output, folder: ClusterFolder, follow: bool) -> None:
+def show_events(out: Output, folder: ClusterDirectory, follow: bool) -> None:
     if out.json and not follow:
         return out.document({"cluster": folder.record().name, "events": list(folder.events())})
     shown = 0
@@ -158,7 +158,7 @@ def event_line(event: dict[str, Any]) -> str:
     return f"{when}  {event.get('text', '')}"
 
 
-def show_node(sink: Sink, manager: ClusterManager, folder: ClusterFolder, node: str) -> None:
+def show_node(sink: Sink, manager: ClusterManager, folder: ClusterDirectory, node: str) -> None:
     """The agent's log, `ray start`'s, and Ray's own that were kept."""
     sizes: dict[Path, int] = {}
     while True:

@@ -160,16 +160,16 @@ def read_config(values: dict[str, Any], file: Path | None, *, base: dict[str, An
         flags["labels"] = _pairs(flags["labels"].split(","), "--labels")
     if "environment.setup" in flags:
         flags["environment.setup"] = list(flags["environment.setup"])
-    spelled = {key: option for option, key in KEYS.items()}
+    option_names = {key: option for option, key in KEYS.items()}
 
     def load(**extra: Any) -> Config:
-        look_in = None if base else Path.cwd()
+        search_dir = None if base else Path.cwd()
         return loader.load(
             backends.names(),
             file=file,
             flags={**flags, **extra},
-            spelled=spelled,
-            look_in=look_in,
+            option_names=option_names,
+            search_dir=search_dir,
             base=base,
             nodes_of=backends.nodes_of,
         )

@@ -8,13 +8,13 @@ from heliostat.cli.options import CLUSTER, common, wait_timeout
 from heliostat.cli.output import Output
 from heliostat.cli.up import summary
 from heliostat.cluster.manager import ClusterManager
-from heliostat.common.limits import MOST_WORKERS
+from heliostat.common.limits import MAX_WORKERS
 from heliostat.common.units import count
 
 
 @click.command()
 @click.argument("cluster", type=CLUSTER)
-@click.argument("workers", metavar="N", type=click.IntRange(0, MOST_WORKERS))
+@click.argument("workers", metavar="N", type=click.IntRange(0, MAX_WORKERS))
 @click.option("--group", metavar="NAME", help="so many of this group, where the cluster has groups")
 @wait_timeout
 @click.option("--dry-run", is_flag=True, help="say what would change, change nothing")

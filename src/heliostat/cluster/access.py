@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
 from heliostat.backends.base import Backend, Platform
 from heliostat.state.records import Record
-from heliostat.state.store import ClusterFolder, Store
+from heliostat.state.store import ClusterDirectory, Store
 
 if TYPE_CHECKING:
     from heliostat.config.spec import ClusterSpec
@@ -65,28 +65,28 @@ class Access:
 
     # -- directories
 
-    def cluster_dir(self, spec: ClusterSpec, cluster_id: str) -> ClusterFolder:
+    def cluster_dir(self, spec: ClusterSpec, cluster_id: str) -> ClusterDirectory:
         """The cluster's directory, as the agents see it."""
         gateway, backend = self.gateway(spec.backend_tables.get(spec.on, {})), self.registry.load(spec.on)
         if gateway is None and (backend.shares_files or not backend.starts_ray):
-            return ClusterFolder(self.store.clusters / spec.cluster_name)
+            return ClusterDirectory(self.store.clusters / spec.cluster_name)
         from heliostat.remote.directory import REMOTE_ROOT
 
         if gateway is not None:
-            return ClusterFolder(gateway.home / REMOTE_ROOT / cluster_id)
-        from heliostat.config.spec import head_member
+            return ClusterDirectory(gateway.home / REMOTE_ROOT / cluster_id)
+        from heliostat.config.members import head_member
 
         # Where each host has its own files, the path is relative to the home directory there. Each node has a directory,
         # since hosts may share a home; the head's is that of the cluster.
-        return ClusterFolder(Path(REMOTE_ROOT) / cluster_id / head_member(spec).name)
+        return ClusterDirectory(Path(REMOTE_ROOT) / cluster_id / head_member(spec).name)
 
     def mirror(
-        self, folder: ClusterFolder, record: Record, node: str | None = None
+        self, folder: ClusterDirectory, record: Record, node: str | None = None
     ) -> RemoteDirectory | None:
         """The cluster's remote directory or, where each host has its own, that of this node. None: it is on this machine."""
         if record.remote_dir is None or self.is_collected(record) or self.is_archived(folder):
             return None
-        from heliostat.remote.directory import SMALL, RemoteDirectory
+        from heliostat.remote.directory import STATE_FILES, RemoteDirectory
         from heliostat.remote.ssh import connect
 
         gateway, detail, key = self._gateway_of(record), None, record.id
@@ -100,7 +100,7 @@ class Access:
             key = record.id if handle is head else f"{record.id}-{node}"
         if key not in self._mirrors:
             remote_dir = Path(detail["folder"] if detail else record.remote_dir)
-            small = SMALL if key == record.id else ()
+            small = STATE_FILES if key == record.id else ()
             self._mirrors[key] = RemoteDirectory(folder, gateway, remote_dir, detail, small)
         return self._mirrors[key]
 
@@ -108,11 +108,11 @@ class Access:
         """The cluster's remote directory, if this object has used it before."""
         return self._mirrors.get(record.id)
 
-    def send_request(self, folder: ClusterFolder, request: dict[str, Any]) -> None:
+    def send_request(self, folder: ClusterDirectory, request: dict[str, Any]) -> None:
         """Writes a request for the head's agent into the cluster's directory."""
-        (self.mirror(folder, folder.record()) or folder).ask(request)
+        (self.mirror(folder, folder.record()) or folder).add_request(request)
 
-    def is_archived(self, folder: ClusterFolder) -> bool:
+    def is_archived(self, folder: ClusterDirectory) -> bool:
         return folder.path.parent == self.store.ended
 
     def is_collected(self, record: Record) -> bool:

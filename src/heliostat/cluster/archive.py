@@ -14,10 +14,10 @@ from heliostat.cluster.observe import OBSERVE_LOCK_S, Observer
 from heliostat.cluster.view import View
 from heliostat.common.errors import DeadlineError, DiskError, HeliostatError, NotFoundError
 from heliostat.common.events import Emit, Event
-from heliostat.remote.transport import at_once
+from heliostat.remote.transport import map_concurrently
 from heliostat.state.records import Record
 from heliostat.state.states import TERMINAL
-from heliostat.state.store import ClusterFolder
+from heliostat.state.store import ClusterDirectory
 
 if TYPE_CHECKING:
     from heliostat.remote.directory import RemoteDirectory
@@ -35,16 +35,18 @@ class Archiver:
         """Every cluster that is not over, and those that ended since the last command. The latter are archived, so the next
         call does not return them."""
         folders = [folder for name in self._store.names() if (folder := self._store.find(name))]
-        views = at_once(self._observe_and_archive, folders)  # in parallel: a silent backend delays no other
+        views = map_concurrently(
+            self._observe_and_archive, folders
+        )  # in parallel: a silent backend delays no other
         return [view for view in views if view]
 
-    def _observe_and_archive(self, folder: ClusterFolder) -> View | None:
+    def _observe_and_archive(self, folder: ClusterDirectory) -> View | None:
         """The cluster as it is now, archived if it is over. None: its record cannot be read."""
         try:
             view = self._observer.observe(folder)
         except (HeliostatError, KeyError, ValueError, TypeError):
             return None  # `doctor` reports unreadable records
-        if view.record.is_over():
+        if view.record.has_ended():
             with contextlib.suppress(DiskError, DeadlineError):  # a later command archives it
                 self.archive(view, OBSERVE_LOCK_S)
         return view
@@ -53,7 +55,10 @@ class Archiver:
         """The records of all clusters: the present ones, then the ended ones, latest end first."""
         present = [view.record for view in self.observe_all()]
         known = {record.id for record in present}
-        return [*present, *(record for record in reversed(self._store.past()) if record.id not in known)]
+        return [
+            *present,
+            *(record for record in reversed(self._store.archived_records()) if record.id not in known),
+        ]
 
     def archive(self, view: View, lock_timeout_s: float = ARCHIVE_LOCK_S) -> View:
         """Moves an ended cluster into the history."""
@@ -80,7 +85,7 @@ class Archiver:
         self._prune_history(folder)
         return View(folder, record, view.live)
 
-    def collect_logs(self, folder: ClusterFolder, record: Record) -> None:
+    def collect_logs(self, folder: ClusterDirectory, record: Record) -> None:
         """Copies the remote logs of an ended cluster here, and removes its remote files."""
         if self._access.is_collected(record):
             return
@@ -96,18 +101,18 @@ class Archiver:
         for note in notes:
             self._emit(Event("note", note))
 
-    def _remove_leftovers(self, folder: ClusterFolder, record: Record) -> None:
+    def _remove_leftovers(self, folder: ClusterDirectory, record: Record) -> None:
         """Removes the private directories of killed nodes, which hold a copy of the token. Where hosts have files of their
         own, `collect_logs` removes them; the hosts of a batch job cannot be reached after the job."""
         backend = self._access.backend(record)
         if not backend.starts_ray or not backend.shares_files or is_batch(backend):
             return
-        killed = {name for name in record.nodes if folder.last_words(name).get("state") not in TERMINAL}
+        killed = {name for name in record.nodes if folder.node_report(name).get("state") not in TERMINAL}
         handles = [Handle.from_json(h) for h in record.handles if killed & set(h["nodes"])]
         with contextlib.suppress(HeliostatError):  # the next agent on that host removes it
             backend.cancel(handles, self._access.host_of(record), now=True)
 
-    def _prune_history(self, newest: ClusterFolder) -> None:
+    def _prune_history(self, newest: ClusterDirectory) -> None:
         from heliostat.common.units import count, format_bytes
         from heliostat.state import retention  # most commands archive nothing
 
@@ -120,7 +125,7 @@ class Archiver:
             self._emit(Event("note", f"the history is over its limit: removed the logs of {removed}"))
 
 
-def check_same_cluster(folder: ClusterFolder, record: Record) -> None:
+def check_same_cluster(folder: ClusterDirectory, record: Record) -> None:
     """Raises NotFoundError if another command archived the cluster and a new cluster has its name."""
     if folder.record().id != record.id:
         raise NotFoundError(f"`{record.name}` has ended, and another cluster has its name")
@@ -133,7 +138,7 @@ def is_batch(backend: Backend) -> bool:
 
 def _finish(mirror: RemoteDirectory) -> list[str]:
     try:
-        work = mirror.finish()
+        work = mirror.collect_and_remove()
     except (HeliostatError, ValueError, OSError) as error:
-        return [f"its logs stay on {mirror.host.target} in {mirror.place}: {error}"]
+        return [f"its logs stay on {mirror.host.target} in {mirror.path}: {error}"]
     return [f"what the command wrote is on {mirror.host.target} in {work}"] if work else []

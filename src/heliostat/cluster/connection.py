@@ -57,7 +57,7 @@ class Connector:
         if is_remote and "RAY_AUTH_TOKEN_PATH" in env:  # the head's path is on another host
             env["RAY_AUTH_TOKEN_PATH"] = str(view.folder.token)
         if "RAY_USE_TLS" in env:
-            node = tls.node_on(socket.gethostname(), view.live.get("nodes") or {})
+            node = tls.find_node_on(socket.gethostname(), view.live.get("nodes") or {})
             env.update(tls.environment(view.folder.tls, node, env["RAY_TLS_SERVER_CERT"]))
         elif "RAY_USE_TLS" in os.environ:
             env["RAY_USE_TLS"] = "0"  # the shell still has the value of another cluster

@@ -17,11 +17,12 @@ from heliostat.cluster.view import View
 from heliostat.common.errors import HeliostatError
 from heliostat.common.events import Emit, Event
 from heliostat.common.units import format_duration
-from heliostat.config.spec import ClusterSpec, hosts, members
+from heliostat.config.members import hosts, members
+from heliostat.config.spec import ClusterSpec
 from heliostat.remote import tls
 from heliostat.state.records import NodeRecord, Record
 from heliostat.state.states import ClusterState
-from heliostat.state.store import ClusterFolder
+from heliostat.state.store import ClusterDirectory
 
 
 class Creator:
@@ -36,7 +37,7 @@ class Creator:
         command: dict[str, Any] | None,
         cluster_id: str | None = None,
         secret_files: Mapping[str, str | bytes] | None = None,
-    ) -> ClusterFolder:
+    ) -> ClusterDirectory:
         """Creates the cluster's directory with all its files at once, so that another command can continue with it.
 
         cluster_id, secret_files: of a cluster that runs already. Raises FileExistsError if the name is in use."""
@@ -67,14 +68,14 @@ class Creator:
         self._created = record.id
         return self._store.create(record, {**files, **(secret_files or {})})
 
-    def is_own(self, folder: ClusterFolder) -> bool:
+    def is_own(self, folder: ClusterDirectory) -> bool:
         """Whether the cluster in this directory was created here: another cluster may have its name by now."""
         try:
             return folder.record().id == self._created
         except HeliostatError:
             return False
 
-    def adopt(self, spec: ClusterSpec) -> ClusterFolder | None:
+    def adopt(self, spec: ClusterSpec) -> ClusterDirectory | None:
         """Records a cluster of this name that runs on the spec's hosts and was started from another machine, or before the
         store of this machine was lost. None: there is none."""
         backend = self._access.registry.load(spec.on)
@@ -104,7 +105,7 @@ class Creator:
             folder.save(record)
         return folder
 
-    def record_hosts(self, folder: ClusterFolder, spec: ClusterSpec) -> bool:
+    def record_hosts(self, folder: ClusterDirectory, spec: ClusterSpec) -> bool:
         """Adds the hosts of the spec that the record does not have. False: the spec differs in something else."""
         if not spec.machines:
             return False

@@ -16,7 +16,8 @@ from heliostat.backends.kubernetes.api import kube_contexts
 from heliostat.common.errors import HeliostatError, UsageError
 from heliostat.common.shell import split
 from heliostat.common.units import count
-from heliostat.config.spec import DEFAULT_RAY, NAME, Host
+from heliostat.config.spec import DEFAULT_RAY
+from heliostat.config.tables import NAME, Host
 from heliostat.remote.transport import Transport
 
 PROBE_S = 10.0

@@ -24,14 +24,16 @@ from heliostat.cluster.access import Access
 from heliostat.common.errors import HeliostatError, Interrupted, PartialFailure, UsageError
 from heliostat.common.events import Emit, Event
 from heliostat.common.shell import SAFE
-from heliostat.config.spec import DEFAULT_RAY, LISTED, hosts
+from heliostat.config.members import hosts
+from heliostat.config.spec import DEFAULT_RAY, LISTED_HOSTS_BACKEND
 from heliostat.remote import staging
 from heliostat.remote.directory import pack as tar
 from heliostat.remote.start_script import BatchScript, agent_script
-from heliostat.remote.transport import AT_ONCE, abandon
+from heliostat.remote.transport import MAX_CONCURRENT_HOSTS, terminate_running
 
 if TYPE_CHECKING:
-    from heliostat.config.spec import ClusterSpec, Environment
+    from heliostat.config.spec import ClusterSpec
+    from heliostat.config.tables import Environment
     from heliostat.remote.transport import Transport
 
 INSTALL_S = 1800.0
@@ -108,7 +110,9 @@ class EnvironmentInstaller:
         """Makes the archive that the nodes unpack, if they use copies of the environment."""
         if spec.environment.stage:
             store = self._access.store
-            staging.pack(staging.look(planner.venv(spec.environment), store.cache), store, self._emit)
+            staging.pack(
+                staging.describe_archive(planner.venv(spec.environment), store.cache), store, self._emit
+            )
 
     def targets(self, spec: ClusterSpec) -> list[Target]:
         """The hosts that have an environment of their own: those that the spec lists, else the host from which the backend is
@@ -119,7 +123,7 @@ class EnvironmentInstaller:
                 cause="its machines come with Ray, and what your code needs is made as each of them starts",
                 hint=f"heliostat doctor --on {spec.on}",
             )
-        found = _listed_targets(spec) if spec.on == LISTED else [self._shared_target(spec)]
+        found = _listed_targets(spec) if spec.on == LISTED_HOSTS_BACKEND else [self._shared_target(spec)]
         for target in found:
             wanted = target.environment
             if wanted.requirements and not (wanted.venv or wanted.conda):
@@ -133,7 +137,7 @@ class EnvironmentInstaller:
         """Installs on all hosts in parallel; a failure on one does not stop the others. Emits each result."""
         for target in targets:
             check(target.environment)
-        pool = ThreadPoolExecutor(min(AT_ONCE, len(targets)))
+        pool = ThreadPoolExecutor(min(MAX_CONCURRENT_HOSTS, len(targets)))
         running: dict[Future[Outcome], Target] = {
             pool.submit(_install, target, upgrade): target for target in targets
         }
@@ -149,7 +153,7 @@ class EnvironmentInstaller:
         except KeyboardInterrupt:
             pool.shutdown(wait=False, cancel_futures=True)
             while waiting:  # a host stops its installation when the connection ends
-                abandon()
+                terminate_running()
                 _, waiting = wait(waiting, 0.1)
             raise Interrupted(
                 "interrupted while installing",
@@ -318,7 +322,7 @@ def _run(target: Target, sent: dict[str, bytes], timeout_s: float) -> dict[str, 
         return dict(json.loads(done.out.strip().splitlines()[-1]))
     except (ValueError, IndexError):
         lines = [line.strip() for line in done.err.splitlines() if line.strip()]
-        return {"ok": False, "reason": lines[-1][:300] if lines else done.saw()}
+        return {"ok": False, "reason": lines[-1][:300] if lines else done.describe()}
 
 
 def _outcome(target: Target, answer: dict[str, Any]) -> Outcome:

@@ -11,7 +11,7 @@ from heliostat.cluster.observe import Observer
 from heliostat.cluster.view import RUN, command_status, end_reason, head_of
 from heliostat.common.errors import HeliostatError, NotFoundError
 from heliostat.state.states import TERMINAL
-from heliostat.state.store import ClusterFolder
+from heliostat.state.store import ClusterDirectory
 
 if TYPE_CHECKING:
     from heliostat.cluster.clock import Clock
@@ -26,12 +26,12 @@ Write = Callable[[str, bytes], None]  # (the stream's name, bytes)
 class OutputTail:
     """The two output streams of a command, from their beginning."""
 
-    def __init__(self, host: Transport, folder: ClusterFolder, write: Write, job_id: str = RUN) -> None:
+    def __init__(self, host: Transport, folder: ClusterDirectory, write: Write, job_id: str = RUN) -> None:
         self.job_id, self._host, self._write = job_id, host, write
         self.move_to(folder)
         self._read = dict.fromkeys(self._paths, 0)
 
-    def move_to(self, folder: ClusterFolder) -> None:
+    def move_to(self, folder: ClusterDirectory) -> None:
         """The files are in this directory from now on; the positions stay."""
         self._paths: dict[str, Path] = {
             stream: folder.logs / f"{self.job_id}.{stream}" for stream in ("out", "err")
@@ -51,10 +51,10 @@ class CommandFollower:
     def __init__(self, access: Access, observer: Observer, clock: Clock) -> None:
         self._access, self._observer, self._clock = access, observer, clock
 
-    def tail(self, folder: ClusterFolder, write: Write, job_id: str = RUN) -> OutputTail:
+    def tail(self, folder: ClusterDirectory, write: Write, job_id: str = RUN) -> OutputTail:
         return OutputTail(self._access.transport, folder, write, job_id)
 
-    def follow(self, folder: ClusterFolder, tail: OutputTail) -> int:
+    def follow(self, folder: ClusterDirectory, tail: OutputTail) -> int:
         """Writes the output of a command until its end; its exit code. Raises HeliostatError if the cluster ends before it."""
         pause, observed = MIN_PAUSE_S, 0.0
         while True:
@@ -71,7 +71,7 @@ class CommandFollower:
                 if view.folder.path != folder.path:  # another command archived the cluster
                     folder = view.folder
                     tail.move_to(folder)
-                over = view.record.is_over() or view.headless
+                over = view.record.has_ended() or view.headless
                 if over and command_status(folder.state(), tail.job_id).get("exit_code") is None:
                     tail.drain()
                     raise HeliostatError(
@@ -81,7 +81,7 @@ class CommandFollower:
                     )
             self._clock.sleep(pause)
 
-    def _is_over(self, folder: ClusterFolder, job_id: str) -> bool:
+    def _is_over(self, folder: ClusterDirectory, job_id: str) -> bool:
         """Whether the nodes that end with the command have ended: the head of a `run`, the nodes of a join."""
         try:
             view = self._observer.observe(folder)

@@ -17,9 +17,9 @@ from heliostat.common.errors import DeadlineError, DiskError, HeliostatError, No
 from heliostat.common.events import Emit, Event
 from heliostat.common.shell import quote
 from heliostat.remote import upload_limit
-from heliostat.remote.ray_client import NoAnswer, NotLetIn, RayApi
+from heliostat.remote.ray_client import NoResponse, RayApi, TokenRejected
 from heliostat.state.states import NodeState
-from heliostat.state.store import ClusterFolder
+from heliostat.state.store import ClusterDirectory
 
 if TYPE_CHECKING:
     from heliostat.cluster.access import Access
@@ -78,7 +78,7 @@ class _WatchedCluster:
 
     def raise_if_ended(self) -> None:
         record = self.view.record
-        if record.is_over() or self.view.headless or head_of(record).state is NodeState.STOPPING:
+        if record.has_ended() or self.view.headless or head_of(record).state is NodeState.STOPPING:
             raise ClusterEnds(self.view)
 
 
@@ -147,7 +147,7 @@ class Jobs:
         """Whether the head sees the caller's directory under the same path."""
         return view.record.remote_dir is None and self._access.backend(view.record).shares_files
 
-    def record(self, folder: ClusterFolder, job: dict[str, Any]) -> None:
+    def record(self, folder: ClusterDirectory, job: dict[str, Any]) -> None:
         """Records what is known of a job, for the history. A failure is only reported: the job runs all the same."""
         try:
             with folder.lock():
@@ -222,7 +222,7 @@ class Jobs:
                     write(fresh)
                     silent_since = None
                 return api.job(job_id)
-            except (NoAnswer, NotLetIn, NotFoundError) as error:
+            except (NoResponse, TokenRejected, NotFoundError) as error:
                 known = silent_since is not None or cluster.polled
                 cluster.check(fresh=True)  # raises if the cluster has ended; else its head is only slow
                 if isinstance(error, NotFoundError) and not known:

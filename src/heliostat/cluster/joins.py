@@ -12,10 +12,11 @@ from heliostat.cluster.view import View, command_status, describe_waiting
 from heliostat.common.errors import DeadlineError, HeliostatError, Interrupted, UsageError
 from heliostat.common.events import Emit, Event
 from heliostat.common.units import count
-from heliostat.config.spec import ClusterSpec, Member, worker_members
+from heliostat.config.members import Member, worker_members
+from heliostat.config.spec import ClusterSpec
 from heliostat.state.records import NodeRecord, Record
 from heliostat.state.states import TERMINAL, NodeState
-from heliostat.state.store import ClusterFolder
+from heliostat.state.store import ClusterDirectory
 
 if TYPE_CHECKING:
     from heliostat.cluster.access import Access
@@ -108,7 +109,7 @@ class Joins:
             self._launcher.launch(folder, record, request, plan)
         return self._observer.observe(folder), join_id
 
-    def leave(self, folder: ClusterFolder, join_id: str) -> None:
+    def leave(self, folder: ClusterDirectory, join_id: str) -> None:
         """Drains and terminates the nodes of this join."""
         record = folder.record()
         names = [n.name for n in record.nodes.values() if n.joined == join_id]
@@ -129,7 +130,7 @@ class Joins:
                 hint=f"heliostat join {name} --host zinc; heliostat submit {name} -- python script.py runs a script",
             )
 
-    def _wait_joined(self, folder: ClusterFolder, join_id: str, timeout_s: float | None) -> View:
+    def _wait_joined(self, folder: ClusterDirectory, join_id: str, timeout_s: float | None) -> View:
         """Waits until the nodes of this join are ready, or their command has started. After a timeout they leave."""
         deadline = ReadinessDeadline(self._clock, timeout_s)
         while True:
@@ -161,7 +162,7 @@ class Joins:
             self._emit(Event("progress", describe_waiting(nodes)))
             self._clock.sleep(POLL_S)
 
-    def _wait_left(self, folder: ClusterFolder, join_id: str) -> None:
+    def _wait_left(self, folder: ClusterDirectory, join_id: str) -> None:
         """Waits for the nodes, which leave by themselves after their command; removes those that do not."""
         deadline = self._clock.monotonic() + LEAVE_S
         while left := [
@@ -173,7 +174,7 @@ class Joins:
 
 
 def _record_join(
-    folder: ClusterFolder,
+    folder: ClusterDirectory,
     planned: Record,
     join_id: str,
     nodes: list[Member],

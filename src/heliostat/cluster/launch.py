@@ -20,7 +20,7 @@ from heliostat.remote import tls
 from heliostat.state.files import read_json, write_atomic
 from heliostat.state.records import NodeRecord, Record
 from heliostat.state.states import TERMINAL, NodeState
-from heliostat.state.store import ClusterFolder
+from heliostat.state.store import ClusterDirectory
 
 N = NodeState
 
@@ -29,7 +29,7 @@ class Launcher:
     def __init__(self, access: Access, observer: Observer, plans: planner.Planner, emit: Emit) -> None:
         self._access, self._observer, self._planner, self._emit = access, observer, plans, emit
 
-    def launch_missing(self, folder: ClusterFolder) -> None:
+    def launch_missing(self, folder: ClusterDirectory) -> None:
         """Launches the recorded nodes that were never launched, have ended, or are lost. If a lost node comes back, the head
         rejects it."""
         if not any(_is_missing(node) for node in folder.record().nodes.values()):
@@ -62,7 +62,7 @@ class Launcher:
 
     def launch(
         self,
-        folder: ClusterFolder,
+        folder: ClusterDirectory,
         record: Record,
         request: LaunchRequest,
         plan: Plan,
@@ -81,7 +81,7 @@ class Launcher:
             request = replace(request, files=files, facts=facts)
         elif mirror:
             scripts = [(file.path, file.text.encode(), file.mode) for file in plan.files]
-            mirror.push([*scripts, *self._files_to_send(folder, mirror.place, request)])
+            mirror.push([*scripts, *self._files_to_send(folder, mirror.path, request)])
         host = self._access.host_of(record)
         for handle in backend.launch(plan, request, host):
             self._observer.note_launched(handle)
@@ -95,7 +95,7 @@ class Launcher:
                 backend.cancel([handle], host, now=True)
                 raise was_terminated(record) from None
 
-    def _is_left_to_platform(self, folder: ClusterFolder, record: Record) -> bool:
+    def _is_left_to_platform(self, folder: ClusterDirectory, record: Record) -> bool:
         """Whether a platform manages the nodes: after the launch it replaces nodes that end. Here a suspended cluster is
         resumed, and nodes that had failed are observed again."""
         platform, handle = self._access.platform(record), handle_of(record)
@@ -113,7 +113,7 @@ class Launcher:
         return True
 
     def _files_to_send(
-        self, folder: ClusterFolder, remote_dir: Path, request: LaunchRequest
+        self, folder: ClusterDirectory, remote_dir: Path, request: LaunchRequest
     ) -> Iterator[tuple[Path, bytes, int]]:
         """The files that agents need in a remote directory: (path there, data, mode)."""
         for name in ("agent.pyz", "token", *tls.FILES):
@@ -141,7 +141,7 @@ def _is_missing(node: NodeRecord) -> bool:
     return node.handle is None or node.state in (*TERMINAL, N.SUSPENDED) or is_lost
 
 
-def _forget_reports(folder: ClusterFolder, names: Sequence[str]) -> None:
+def _forget_reports(folder: ClusterDirectory, names: Sequence[str]) -> None:
     """Removes the reports that earlier launches of these nodes wrote."""
     with folder.lock():
         for name in names:
@@ -150,7 +150,7 @@ def _forget_reports(folder: ClusterFolder, names: Sequence[str]) -> None:
 
 
 def _record_launched(
-    folder: ClusterFolder, record: Record, names: Sequence[str], replaced: Sequence[dict[str, Any]]
+    folder: ClusterDirectory, record: Record, names: Sequence[str], replaced: Sequence[dict[str, Any]]
 ) -> None:
     """Records the last handle and the launched nodes; what other commands wrote meanwhile stays. Raises NotFoundError if
     the cluster has ended, or is to be terminated."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from heliostat.cluster.view import head_of
 from heliostat.common.errors import AccessDenied, HeliostatError
 from heliostat.state.records import Record
-from heliostat.state.store import ClusterFolder
+from heliostat.state.store import ClusterDirectory
 
 if TYPE_CHECKING:
     from heliostat.backends.base import Handle
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from heliostat.remote.ray_client import RayApi
 
 COLLECT_S = 15.0  # a machine that does not answer must not delay the release of the others
-AT_ONCE = 32  # nodes that are read at a time
+MAX_CONCURRENT_HOSTS = 32  # nodes that are read at a time
 MAX_JOBS = 100  # jobs whose output is copied
 KEYS = ("id", "status", "exit_code", "seconds")
 
@@ -28,11 +28,11 @@ KEYS = ("id", "status", "exit_code", "seconds")
 class LogCollector:
     """Copies in threads, which write nothing after the time is over."""
 
-    def __init__(self, folder: ClusterFolder, record: Record, sync: PlatformSync, handle: Handle) -> None:
+    def __init__(self, folder: ClusterDirectory, record: Record, sync: PlatformSync, handle: Handle) -> None:
         self.folder, self.record, self.sync, self.handle = folder, record, sync, handle
         self.over = threading.Event()
         self._errors: list[HeliostatError] = []
-        self._slots = threading.Semaphore(AT_ONCE)
+        self._slots = threading.Semaphore(MAX_CONCURRENT_HOSTS)
 
     def run(self, api: Callable[[], RayApi], timeout_s: float) -> list[str]:
         """Returns when everything is copied or the time is over: a sentence for each part that is missing."""

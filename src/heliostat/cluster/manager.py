@@ -18,7 +18,7 @@ from heliostat.cluster.observe import Observer
 from heliostat.common.events import Emit
 from heliostat.remote.transport import Local, Transport
 from heliostat.state.records import Record
-from heliostat.state.store import ClusterFolder, Store
+from heliostat.state.store import ClusterDirectory, Store
 
 if TYPE_CHECKING:
     from heliostat.backends.base import LaunchRequest, Plan
@@ -70,15 +70,15 @@ class ClusterManager:
         """The cluster of this name as it is now. Raises NotFoundError."""
         return self.observer.find(name)
 
-    def observe(self, folder: ClusterFolder) -> View:
+    def observe(self, folder: ClusterDirectory) -> View:
         """The cluster in this directory as it is now."""
         return self.observer.observe(folder)
 
-    def refresh(self, folder: ClusterFolder, node: str | None = None) -> None:
+    def refresh(self, folder: ClusterDirectory, node: str | None = None) -> None:
         """Updates the local copy of a remote cluster's files, with the logs of this node."""
         self.observer.refresh(folder, node)
 
-    def refusal(self, folder: ClusterFolder, record: Record) -> Refused | None:
+    def refusal(self, folder: ClusterDirectory, record: Record) -> Refused | None:
         """The error, if the cluster's platform refused the last request for its status or logs."""
         sync = self.observer.platform_sync(folder, record)
         return sync.refusal if sync else None
@@ -130,7 +130,7 @@ class ClusterManager:
         """The cluster of the spec, ready to use. An unfinished `up` of the same spec is continued."""
         return self.starter.up(spec, command=command, wait=wait, wait_timeout_s=wait_timeout_s)
 
-    def adopt(self, spec: ClusterSpec) -> ClusterFolder | None:
+    def adopt(self, spec: ClusterSpec) -> ClusterDirectory | None:
         """Records a cluster that runs on the spec's hosts and has no record here. None: there is none."""
         return self.creator.adopt(spec)
 
@@ -171,7 +171,7 @@ class ClusterManager:
         """Adds nodes to a running cluster, and runs the command on them: (the join's id, the exit code, or 0)."""
         return self.joins.run(name, spec, command, write, wait=wait, wait_timeout_s=wait_timeout_s)
 
-    def follow(self, folder: ClusterFolder, write: Write, job_id: str) -> int:
+    def follow(self, folder: ClusterDirectory, write: Write, job_id: str) -> int:
         """Writes the output of the command of a `run` or of a join until its end; its exit code."""
         return self.follower.follow(folder, self.follower.tail(folder, write, job_id))
 

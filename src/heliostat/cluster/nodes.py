@@ -9,7 +9,7 @@ from heliostat.backends.base import Handle
 from heliostat.cluster.access import Access
 from heliostat.cluster.observe import Observer
 from heliostat.common.errors import AccessDenied, Code, HeliostatError
-from heliostat.remote.transport import Completed, at_once
+from heliostat.remote.transport import Completed, map_concurrently
 from heliostat.state.records import NodeRecord
 from heliostat.state.states import NodeState
 
@@ -50,4 +50,4 @@ class Nodes:
             except HeliostatError as error:
                 return Completed(tuple(argv), 255, "", f"{error.message}: {error.cause}\n")
 
-        return dict(zip([n.name for n in ready], at_once(execute, ready), strict=True))
+        return dict(zip([n.name for n in ready], map_concurrently(execute, ready), strict=True))

@@ -23,7 +23,7 @@ from heliostat.common.errors import DeadlineError, DiskError, HeliostatError, No
 from heliostat.common.events import Emit, Event
 from heliostat.state.records import NodeRecord, Record
 from heliostat.state.states import TERMINAL, NodeState
-from heliostat.state.store import ClusterFolder
+from heliostat.state.store import ClusterDirectory
 
 if TYPE_CHECKING:
     from heliostat.cluster.clock import Clock
@@ -47,7 +47,7 @@ class _Answer:
 class _Evidence:
     """What is known of a cluster at one moment."""
 
-    folder: ClusterFolder
+    folder: ClusterDirectory
     record: Record
     seen: dict[str, Observation]  # by native id
     live: dict[str, Any]  # what the head wrote
@@ -71,7 +71,7 @@ class Observer:
         """The cluster of this name, observed. Raises NotFoundError."""
         return self.observe(self._store.open(name))
 
-    def observe(self, folder: ClusterFolder, *, record: Record | None = None) -> View:
+    def observe(self, folder: ClusterDirectory, *, record: Record | None = None) -> View:
         """The cluster as it is now. Every change of state is emitted and recorded.
 
         record: what is known where the disk could not take it; then nothing is written."""
@@ -83,7 +83,7 @@ class Observer:
         live = evidence.live
         note_joins(record, live)
         _remove_left_nodes(record)
-        over = bool(moves) and record.is_over()
+        over = bool(moves) and record.has_ended()
         note_ready(record, live)
         if over:
             _note_end(evidence)
@@ -102,7 +102,7 @@ class Observer:
                 raise
             return View.read(past)
 
-    def observe_or_archived(self, folder: ClusterFolder) -> View:
+    def observe_or_archived(self, folder: ClusterDirectory) -> View:
         """The cluster as it is now, or as it was when another command archived it."""
         try:
             return self.observe(folder)
@@ -114,7 +114,7 @@ class Observer:
 
     def refresh(
         self,
-        folder: ClusterFolder,
+        folder: ClusterDirectory,
         node: str | None = None,
         record: Record | None = None,
         now: bool = False,
@@ -129,7 +129,7 @@ class Observer:
             if sync:
                 sync.pull(record, node)
 
-    def platform_sync(self, folder: ClusterFolder, record: Record) -> PlatformSync | None:
+    def platform_sync(self, folder: ClusterDirectory, record: Record) -> PlatformSync | None:
         """The status source of a cluster whose platform starts Ray. None: our agents start it, or the cluster has ended."""
         platform, handle = self._access.platform(record), handle_of(record)
         ended = self._access.is_archived(folder) or (handle and handle.native_id in self._ended)
@@ -139,7 +139,7 @@ class Observer:
             self._syncs[record.id] = PlatformSync(folder, platform, self._access.host_of(record))
         return self._syncs[record.id]
 
-    def invalidate(self, folder: ClusterFolder, ended: Iterable[Handle] = ()) -> None:
+    def invalidate(self, folder: ClusterDirectory, ended: Iterable[Handle] = ()) -> None:
         """Drops the backend's last answers after this process changed something. ended: handles that are verified to be gone."""
         self._answers.pop(folder.path, None)
         for sync in list(self._syncs.values()):
@@ -152,7 +152,7 @@ class Observer:
 
     # -- evidence
 
-    def _gather(self, folder: ClusterFolder, record: Record) -> _Evidence:
+    def _gather(self, folder: ClusterDirectory, record: Record) -> _Evidence:
         handles = [Handle.from_json(data) for data in record.handles]
         open_handles = [
             h
@@ -173,7 +173,7 @@ class Observer:
         return _Evidence(folder, record, seen, live, shared, on_platform)
 
     def _ask_backend(
-        self, folder: ClusterFolder, record: Record, handles: list[Handle], live: dict[str, Any]
+        self, folder: ClusterDirectory, record: Record, handles: list[Handle], live: dict[str, Any]
     ) -> dict[str, Observation]:
         """The backend's observations of the handles. A scheduler is asked when the head's state changed, and else at growing
         intervals, even if the caller polls ten times a second."""
@@ -233,7 +233,7 @@ class Observer:
         row = table.get(node.name) or {}
         report = dict(seen.report)
         if not report and needs_report(node, seen, row) and not evidence.on_platform:
-            report = evidence.folder.last_words(node.name)
+            report = evidence.folder.node_report(node.name)
         from_platform = (
             resolve_platform_state(node, row) if evidence.on_platform and seen.state is N.ALLOCATED else None
         )
@@ -269,7 +269,7 @@ class Observer:
 
     # -- the record
 
-    def _write_moves(self, folder: ClusterFolder, record: Record, moves: list[dict[str, Any]]) -> None:
+    def _write_moves(self, folder: ClusterDirectory, record: Record, moves: list[dict[str, Any]]) -> None:
         try:
             with folder.lock(OBSERVE_LOCK_S):
                 _merge_moves(folder, record, moves)
@@ -283,7 +283,7 @@ class Observer:
             data = {**move, "names": names_of.get(id(move), "")}
             self._emit(Event("move", f"{move['to']}", move["node"], data))
 
-    def _emit_warning(self, folder: ClusterFolder, record: Record, warned: dict[str, Any]) -> None:
+    def _emit_warning(self, folder: ClusterDirectory, record: Record, warned: dict[str, Any]) -> None:
         """Emits a warning of the head's agent (the time limit is near) once."""
         at = float(warned.get("at") or 0)
         if at <= record.warned:
@@ -298,7 +298,7 @@ class Observer:
         self._emit(Event("note", f"`{record.name}`: {warned.get('text', '')}"))
 
 
-def _merge_moves(folder: ClusterFolder, record: Record, moves: list[dict[str, Any]]) -> None:
+def _merge_moves(folder: ClusterDirectory, record: Record, moves: list[dict[str, Any]]) -> None:
     """Writes the changes of state into the record on disk. What other commands wrote meanwhile stays."""
     fresh = folder.record()
     for move in moves:

@@ -26,11 +26,13 @@ from heliostat.cluster.access import Access
 from heliostat.common.errors import UsageError
 from heliostat.common.units import parse_window
 from heliostat.config import loader
-from heliostat.config.spec import DEFAULT_RAY, ClusterSpec, Environment, Member, count_members, members
+from heliostat.config.members import Member, count_members, members
+from heliostat.config.spec import DEFAULT_RAY, ClusterSpec
+from heliostat.config.tables import Environment
 from heliostat.remote import staging
 from heliostat.remote.transport import Transport
 from heliostat.state.records import Record
-from heliostat.state.store import ClusterFolder
+from heliostat.state.store import ClusterDirectory
 
 AGENT = Path(__file__).parents[1] / "agent"
 NO_ID = "0" * 16  # in the plan of a cluster that does not exist yet
@@ -59,7 +61,7 @@ class Planner:
         folder, store = self._access.cluster_dir(spec, cluster_id), self._access.store
         if standalone:  # several of them may run on one host, and none is recorded
             cluster_id = secrets.token_hex(8)
-            folder = ClusterFolder(store.home / "by-hand" / f"{spec.cluster_name}-{cluster_id[:4]}")
+            folder = ClusterDirectory(store.home / "by-hand" / f"{spec.cluster_name}-{cluster_id[:4]}")
         is_remote = folder.path.parent != store.clusters and not standalone
         if is_remote and command and not command.get("package"):
             name = command.get("id", "run")
@@ -70,7 +72,7 @@ class Planner:
 
 
 def plan(
-    folder: ClusterFolder,
+    folder: ClusterDirectory,
     spec: ClusterSpec,
     nodes: Sequence[Member] | None = None,
     cluster_id: str = NO_ID,
@@ -108,7 +110,7 @@ def plan(
 
 def _check_demand(spec: ClusterSpec) -> None:
     """Raises UsageError for autoscaling on a backend that cannot add nodes: such a cluster would never get workers."""
-    if backends.load(spec.on).autoscales or not spec.elastic:
+    if backends.load(spec.on).autoscales or not spec.has_autoscaling:
         return
     keys = ["`autoscale`"] if spec.autoscale else []
     keys += [f"`groups.{name}.max`" for name, group in spec.kinds.items() if group.max is not None]
@@ -154,7 +156,7 @@ def backend_options(spec: ClusterSpec, more: Mapping[str, Any] | None = None) ->
 
 
 def agent_config(
-    folder: ClusterFolder,
+    folder: ClusterDirectory,
     spec: ClusterSpec,
     cluster_id: str,
     command: dict[str, Any] | None,
@@ -179,7 +181,7 @@ def agent_config(
             hint="run heliostat on the login node, or leave out `environment.stage`",
         )
     if environment.stage:
-        more["stage"] = staging.look(venv(environment), folder.cache).to_json()
+        more["stage"] = staging.describe_archive(venv(environment), folder.cache).to_json()
     return {
         **more,
         "schema": 1,

@@ -15,7 +15,7 @@ from heliostat.backends.base import Handle, Platform
 from heliostat.common.errors import Code, NotFoundError, Refused
 from heliostat.state.files import write_atomic
 from heliostat.state.records import NodeRecord, Record
-from heliostat.state.store import ClusterFolder
+from heliostat.state.store import ClusterDirectory
 
 if TYPE_CHECKING:
     from heliostat.remote.transport import Transport
@@ -33,7 +33,7 @@ def handle_of(record: Record) -> Handle | None:
 class PlatformSync:
     """Copies the status of one cluster from its platform into the cluster's directory."""
 
-    def __init__(self, folder: ClusterFolder, platform: Platform, host: Transport) -> None:
+    def __init__(self, folder: ClusterDirectory, platform: Platform, host: Transport) -> None:
         self.folder, self.platform, self.host = folder, platform, host
         self._next = 0.0
         self.refusal: Refused | None = None  # if the platform refused the last request

@@ -16,7 +16,7 @@ from heliostat.common.events import Emit, Event
 from heliostat.common.units import format_duration
 from heliostat.state.records import NodeRecord, Record
 from heliostat.state.states import TERMINAL, NodeState
-from heliostat.state.store import ClusterFolder
+from heliostat.state.store import ClusterDirectory
 
 if TYPE_CHECKING:
     from heliostat.cluster.clock import Clock
@@ -77,7 +77,7 @@ class ReadinessWaiter:
     def __init__(self, access: Access, observer: Observer, emit: Emit, clock: Clock) -> None:
         self._access, self._observer, self._emit, self._clock = access, observer, emit, clock
 
-    def wait(self, folder: ClusterFolder, timeout_s: float | None = None) -> View:
+    def wait(self, folder: ClusterDirectory, timeout_s: float | None = None) -> View:
         """Waits until the cluster has the nodes that its spec asks for. Raises HeliostatError when it cannot get them.
 
         timeout_s: a limit for the wait, queues included."""

@@ -14,7 +14,7 @@ from heliostat.common.errors import DiskError, HeliostatError, NotFoundError
 from heliostat.common.events import Emit, Event
 from heliostat.common.units import format_duration
 from heliostat.remote import upload_limit
-from heliostat.state.store import ClusterFolder
+from heliostat.state.store import ClusterDirectory
 
 if TYPE_CHECKING:
     from heliostat.cluster.access import Access
@@ -57,7 +57,7 @@ class Runs:
         if not self._access.registry.load(spec.on).starts_ray:
             return self._run_as_job(spec, command, write, detach, wait_timeout_s)
         store = self._access.store
-        folder = ClusterFolder(store.clusters / spec.cluster_name)
+        folder = ClusterDirectory(store.clusters / spec.cluster_name)
         tail = self._follower.tail(folder, write)
         view = None
         try:
@@ -145,7 +145,7 @@ class Runs:
         with contextlib.suppress(HeliostatError):
             self._jobs.stop_and_drain(name, RUN, tee, kept.stat().st_size if kept.exists() else 0)
 
-    def _emit_stop_reason(self, folder: ClusterFolder) -> None:
+    def _emit_stop_reason(self, folder: ClusterDirectory) -> None:
         """Says why a command was stopped (the time limit, `stop`): its exit code alone looks like a failure."""
         live = folder.state()
         if (live.get("job") or {}).get("status") == "STOPPED":
@@ -156,7 +156,7 @@ class Runs:
 
 def _check_package_size(spec: ClusterSpec) -> None:
     """Raises UsageError if the current directory is too large for the head, before the head is launched."""
-    from heliostat.config.spec import head_member
+    from heliostat.config.members import head_member
     from heliostat.remote.working_dir import measure, pack
 
     memory, directory = head_member(spec).memory, Path.cwd()
@@ -168,7 +168,7 @@ def _check_package_size(spec: ClusterSpec) -> None:
         raise upload_limit.refuse(directory, size, memory - upload_limit.RAY_BYTES)
 
 
-def _record_exit_code(folder: ClusterFolder, code: int) -> None:
+def _record_exit_code(folder: ClusterDirectory, code: int) -> None:
     with contextlib.suppress(DiskError, NotFoundError), folder.lock():
         record = folder.record()
         record.exit_code = code

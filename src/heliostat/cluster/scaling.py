@@ -17,11 +17,12 @@ from heliostat.common.errors import HeliostatError, UsageError
 from heliostat.common.events import Emit, Event
 from heliostat.common.units import count
 from heliostat.config import loader
-from heliostat.config.spec import ClusterSpec, members, worker_members
-from heliostat.config.spec import hosts as all_hosts
+from heliostat.config.members import hosts as all_hosts
+from heliostat.config.members import members, worker_members
+from heliostat.config.spec import ClusterSpec
 from heliostat.state.records import NodeRecord, Record
 from heliostat.state.states import TERMINAL, NodeState
-from heliostat.state.store import ClusterFolder
+from heliostat.state.store import ClusterDirectory
 
 if TYPE_CHECKING:
     from heliostat.cluster.access import Access
@@ -126,7 +127,7 @@ class Scaling:
         self._launcher.launch_missing(view.folder)
         return self._waiter.wait(view.folder)
 
-    def remove_nodes(self, folder: ClusterFolder, record: Record, names: Sequence[str]) -> None:
+    def remove_nodes(self, folder: ClusterDirectory, record: Record, names: Sequence[str]) -> None:
         """Drains and terminates these nodes. A scheduler job with other nodes is not cancelled: the head stops its nodes."""
         mine = [Handle.from_json(h) for h in record.handles if set(h["nodes"]) & set(names)]
         whole = [h for h in mine if set(h.nodes) <= set(names)]
@@ -206,7 +207,7 @@ def _check_resizable(record: Record, spec: ClusterSpec, workers: int, group: str
             cause=f"it has {', '.join(spec.kinds)}" if spec.kinds else "its workers are all of one kind",
             hint=f"heliostat scale {record.name} {workers}" + (f" --group {kinds[0]}" if spec.kinds else ""),
         )
-    if spec.elastic:
+    if spec.has_autoscaling:
         raise UsageError(
             f"`{record.name}` has as many nodes as its work asks for",
             cause="`autoscale` is in its file",
@@ -222,7 +223,7 @@ def _check_restartable(record: Record, name: str, node: str) -> None:
         raise UsageError(f"`{node}` came with a `join`, and ends with it")
 
 
-def _record_workers(folder: ClusterFolder, wanted: Sequence[str]) -> tuple[Record, list[str]]:
+def _record_workers(folder: ClusterDirectory, wanted: Sequence[str]) -> tuple[Record, list[str]]:
     """Records exactly these workers: (the record, the names of running nodes that must leave)."""
     with folder.lock():
         record = folder.record()
@@ -244,7 +245,7 @@ def _record_workers(folder: ClusterFolder, wanted: Sequence[str]) -> tuple[Recor
     return record, [node.name for node in leaving]
 
 
-def _record_resize(folder: ClusterFolder, handle: Handle, workers: int, group: str | None) -> None:
+def _record_resize(folder: ClusterDirectory, handle: Handle, workers: int, group: str | None) -> None:
     """Records the new number of workers. The platform may remove any node, so nodes beyond it may leave at any time."""
     with folder.lock():
         record = folder.record()

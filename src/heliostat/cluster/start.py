@@ -17,7 +17,7 @@ from heliostat.common.errors import (
     UsageError,
 )
 from heliostat.common.events import Emit, Event
-from heliostat.state.store import ClusterFolder
+from heliostat.state.store import ClusterDirectory
 
 if TYPE_CHECKING:
     from heliostat.cluster.access import Access
@@ -103,7 +103,7 @@ class Starter:
 
     def _find_or_create(
         self, spec: ClusterSpec, command: dict[str, Any] | None, notes: Sequence[str]
-    ) -> tuple[ClusterFolder, bool]:
+    ) -> tuple[ClusterDirectory, bool]:
         """(the directory of the spec's cluster, whether it was created here). Raises HeliostatError if the name is in use."""
         name = spec.cluster_name
         while True:
@@ -123,7 +123,7 @@ class Starter:
                 view = self._observer.observe(folder)
             except NotFoundError:
                 continue  # another command archived it at this moment
-            if view.record.is_over():
+            if view.record.has_ended():
                 self._archiver.archive(view)
             elif view.headless:
                 self._terminator.terminate(folder, "its head is gone")

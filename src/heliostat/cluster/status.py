@@ -21,13 +21,13 @@ class StatusReporter:
     def status(self, name: str) -> dict[str, Any]:
         """The document of `heliostat status --json`. If the head does not answer, `problem` says so; the rest is still true."""
         view = self._observer.find(name)
-        record, connection, pulse = view.record, view.folder.connection() or {}, view.folder.pulse()
+        record, connection, pulse = view.record, view.folder.connection() or {}, view.folder.heartbeat()
         table = view.live.get("nodes") or {}
         ray_nodes: dict[str, dict[str, Any]] = {}
         jobs = [run_job(view.run)] if view.run else []
         sync = self._observer.platform_sync(view.folder, record)
         error: HeliostatError | None = sync.refusal if sync else None
-        if view.address and not record.is_over():
+        if view.address and not record.has_ended():
             try:
                 api = self._connector.ray_api(view)
                 for node in api.nodes():  # a node that a platform started is found by its address

@@ -26,7 +26,7 @@ from heliostat.common.events import Emit, Event
 from heliostat.common.units import count
 from heliostat.state.records import Record
 from heliostat.state.states import TERMINAL, NodeState
-from heliostat.state.store import ClusterFolder
+from heliostat.state.store import ClusterDirectory
 
 if TYPE_CHECKING:
     from heliostat.cluster.clock import Clock
@@ -102,7 +102,7 @@ class Terminator:
 
     def terminate_interrupted(
         self,
-        folder: ClusterFolder,
+        folder: ClusterDirectory,
         before_archive: Callable[[], object] = bool,
         first: Callable[[], object] = bool,
     ) -> None:
@@ -125,7 +125,7 @@ class Terminator:
             f"interrupted while releasing `{name}`", hint=f"heliostat down {name} --now"
         ) from None
 
-    def terminate_failed(self, folder: ClusterFolder, reason: str = "it did not start") -> None:
+    def terminate_failed(self, folder: ClusterDirectory, reason: str = "it did not start") -> None:
         """Terminates a cluster after an error, which the caller raises; its logs stay in the history."""
         try:
             self.terminate(folder, reason)
@@ -135,7 +135,7 @@ class Terminator:
             text = f"`{folder.name}` could not be released: {error}; heliostat down {folder.name} --now"
             self._emit(Event("note", text))
 
-    def release(self, folder: ClusterFolder) -> None:
+    def release(self, folder: ClusterDirectory) -> None:
         """Waits for the agents, which end by themselves after the command of a `run`; terminates what is left."""
         self._emit(Event("note", f"releasing `{folder.name}`"))
         try:
@@ -143,7 +143,7 @@ class Terminator:
             deadline = self._clock.monotonic() + wait_s
             while self._clock.monotonic() < deadline:
                 view = self._observer.observe(folder)
-                if view.record.is_over():
+                if view.record.has_ended():
                     self._archiver.archive(view)
                     return
                 self._clock.sleep(POLL_S)
@@ -155,7 +155,7 @@ class Terminator:
 
     def terminate(
         self,
-        folder: ClusterFolder,
+        folder: ClusterDirectory,
         reason: str,
         *,
         now: bool = False,
@@ -196,7 +196,7 @@ class Terminator:
     # -- steps of `terminate`
 
     def _stop(
-        self, folder: ClusterFolder, reason: str, now: bool, before_archive: Callable[[], object]
+        self, folder: ClusterDirectory, reason: str, now: bool, before_archive: Callable[[], object]
     ) -> tuple[View, PartialFailure | None]:
         """Cancels every handle: (the cluster after that, the error about hosts that could not be reached)."""
         record, written = self._request_end(folder, reason)
@@ -229,7 +229,7 @@ class Terminator:
         check_same_cluster(folder, record)
         return view, given_up
 
-    def _request_end(self, folder: ClusterFolder, reason: str) -> tuple[Record, bool]:
+    def _request_end(self, folder: ClusterDirectory, reason: str) -> tuple[Record, bool]:
         """Sets the target to "down": (the record, whether it could be written)."""
 
         def request() -> tuple[Record, list[dict[str, Any]]]:
@@ -249,7 +249,7 @@ class Terminator:
         except DiskError:
             return request()[0], False
 
-    def _wait_for_launcher(self, folder: ClusterFolder, record: Record) -> Record:
+    def _wait_for_launcher(self, folder: ClusterDirectory, record: Record) -> Record:
         """Waits for another command that launches nodes: it sees the target before it launches the next ones. Returns the
         record with what it launched. If it takes too long, it cancels itself what it can no longer record."""
         with contextlib.suppress(DeadlineError), folder.lease(LAUNCHER_S):
@@ -276,7 +276,7 @@ class Terminator:
             self._emit(Event("note", f"warning: could not check {unchecked}: {error}"))
             return []
 
-    def _record_orphans(self, folder: ClusterFolder, handles: Sequence[Handle]) -> None:
+    def _record_orphans(self, folder: ClusterDirectory, handles: Sequence[Handle]) -> None:
         """Records the handles, so that their remote files are collected too."""
         if handles:
             with contextlib.suppress(DiskError), folder.lock():
@@ -284,7 +284,7 @@ class Terminator:
                 record.handles += [handle.to_json() for handle in handles]
                 folder.save(record)
 
-    def _collect_platform_logs(self, folder: ClusterFolder, record: Record) -> None:
+    def _collect_platform_logs(self, folder: ClusterDirectory, record: Record) -> None:
         """Copies logs and job output from a platform, whose machines are deleted with them."""
         sync, handle = self._observer.platform_sync(folder, record), handle_of(record)
         if sync is None or handle is None:
@@ -296,13 +296,13 @@ class Terminator:
         for note in collector.run(lambda: self._connector.ray_api(view), log_collector.COLLECT_S):
             self._emit(Event("note", note))
 
-    def _report_unreachable(self, folder: ClusterFolder, record: Record) -> None:
+    def _report_unreachable(self, folder: ClusterDirectory, record: Record) -> None:
         """Names the hosts of a batch job on which a node ended without a report: its private directory may still exist. A
         scheduler gives no access to a host after the job; the next agent of this user there removes the directory."""
         if not is_batch(self._access.backend(record)):
             return
         for name in record.nodes:
-            last = folder.last_words(name)
+            last = folder.node_report(name)
             if last.get("temp") and last.get("state") not in TERMINAL:
                 self._emit(
                     Event(
@@ -314,7 +314,7 @@ class Terminator:
 
     # -- archived clusters
 
-    def _open_or_archived(self, name: str) -> ClusterFolder:
+    def _open_or_archived(self, name: str) -> ClusterDirectory:
         try:
             return self._store.open(name)
         except NotFoundError:

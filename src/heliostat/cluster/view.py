@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 from heliostat.common.errors import HeliostatError
 from heliostat.state.records import NodeRecord, Record
-from heliostat.state.states import TERMINAL, ClusterState, NodeState, check_move
-from heliostat.state.store import ClusterFolder
+from heliostat.state.states import TERMINAL, ClusterState, NodeState, check_transition
+from heliostat.state.store import ClusterDirectory
 
 N = NodeState
 T = TypeVar("T")
@@ -22,12 +22,12 @@ MAX_NAMES = 4  # a group of more nodes is abbreviated
 class View:
     """A cluster at one moment: the refreshed record, and the last state that its head wrote."""
 
-    folder: ClusterFolder
+    folder: ClusterDirectory
     record: Record
     live: dict[str, Any]
 
     @staticmethod
-    def read(folder: ClusterFolder) -> View:
+    def read(folder: ClusterDirectory) -> View:
         """The cluster as it is on disk; the backend is not asked."""
         return View(folder, folder.record(), folder.state())
 
@@ -55,7 +55,7 @@ class View:
 
     def require_running(self) -> None:
         """Raises HeliostatError unless the cluster can be used."""
-        if self.address is None or self.record.is_over():
+        if self.address is None or self.record.has_ended():
             raise HeliostatError(
                 f"`{self.record.name}` is {self.state}, so it cannot be used",
                 cause=end_reason(self.record),
@@ -113,7 +113,7 @@ def make_move(
     node: NodeRecord, state: NodeState, reason: str, at: float | None = None, cause: str = ""
 ) -> dict[str, Any]:
     """Changes the node's state, and returns the event of it. The caller holds the lock and saves the record."""
-    check_move(node.state, state)
+    check_transition(node.state, state)
     since, old = time.time() if at is None else at, node.state
     node.state, node.reason, node.since, node.cause = state, reason, since, cause
     event = {"at": since, "kind": "move", "node": node.name, "from": old, "to": state, "reason": reason}

@@ -1,1 +1,1 @@
-"""What every package uses: errors, events, units, quoting for a shell."""
+"""Used by every package: errors, events, units, quoting for a shell."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 from enum import Enum
 
-# C0 but for tab and newline, DEL, C1, and what changes the direction or the line of the text that follows
+# C0 without tab and newline, DEL, C1, and characters that change the direction or the line of the following text
 _CONTROL = [*range(0x09), *range(0x0B, 0x20), *range(0x7F, 0xA0), 0x61C, 0x200E, 0x200F]
 _CONTROL += [*range(0x2028, 0x202F), *range(0x2066, 0x206A)]
 _WRITTEN_OUT = {code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" for code in _CONTROL}
@@ -22,11 +22,11 @@ def printable(text: str) -> str:
     return whole.translate(_WRITTEN_OUT)
 
 
-JSON_SCHEMA = 2  # of every document that `--json` prints
+JSON_SCHEMA = 2  # version of every document that `--json` prints
 
 
 class Code(str, Enum):
-    """Stable identifiers of causes, as `--json` has them. A backend outside this package may define its own."""
+    """Stable identifiers of causes, as in `--json`. A backend outside this package may define its own."""
 
     FAILED = "failed"
     USAGE = "usage"
@@ -211,7 +211,7 @@ class Refused(HeliostatError):
 
 
 class AccessDenied(Refused):
-    """The user's account lacks a right that every node needs; `attachment` is what grants it."""
+    """The user's account lacks a permission that every node needs; `attachment` is a file that grants it."""
 
     code = Code.ACCESS_DENIED
 
@@ -257,7 +257,7 @@ class Interrupted(HeliostatError):
 
 
 def disk_code(error: BaseException) -> Code:
-    """The code of an error of writing a file."""
+    """The code of a failed write."""
     return {
         errno.ENOSPC: Code.DISK_FULL,
         errno.EDQUOT: Code.DISK_FULL,

@@ -1,4 +1,4 @@
-"""What happens, told to whoever wants to know: the command line prints it, a program may ignore it."""
+"""Events of an operation. The command line renders them; a program may ignore them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Event:
-    """kind: "move" (a node came into a state), "note" (a step was taken), "progress" (a wait, with its reason or its
-    amount), "done"."""
+    """One event of an operation.
+
+    kind: "move" (a node entered a state), "note" (a step was done), "progress" (a wait with its reason or amount), "done".
+    """
 
     kind: str
     text: str

@@ -1,7 +1,7 @@
-"""How many nodes a cluster may have."""
+"""Maximum numbers of nodes of a cluster."""
 
 from __future__ import annotations
 
-MOST_NODES = 10_000  # Ray is known to work with a few thousand
-MOST_WORKERS = MOST_NODES - 1  # besides the head
-MOST_LOCAL_NODES = 1_000  # on one computer: each has about ten processes
+MAX_NODES = 10_000  # Ray is known to work with a few thousand
+MAX_WORKERS = MAX_NODES - 1  # without the head
+MAX_LOCAL_NODES = 1_000  # on one host: each node has about ten processes

@@ -8,9 +8,9 @@ from pathlib import Path
 
 
 def process_start(pid: int) -> str | None:
-    """When the process started, in words of this machine: with the pid it names one process for ever. None: gone.
+    """The start time of the process in the system's own format; None: it has ended. Pid and start time identify a process.
 
-    The agent has the same knowledge for the nodes; it may not be imported from here."""
+    The agent has its own copy of this function, because it runs without this package."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].decode().split()
         return fields[19] if fields[0] != "Z" else None
@@ -18,10 +18,10 @@ def process_start(pid: int) -> str | None:
         pass
     if os.path.isdir("/proc/self"):
         return None
-    words = ["ps", "-o", "stat=,lstart=", "-p", str(pid)]
+    argv = ["ps", "-o", "stat=,lstart=", "-p", str(pid)]
     try:
-        listing = subprocess.run(words, capture_output=True, text=True, timeout=10)
+        listing = subprocess.run(argv, capture_output=True, text=True, timeout=10)
     except FileNotFoundError:
-        return None  # Windows, where no node runs: whoever holds a lock is judged by its age
+        return None  # Windows: no nodes run there, and locks expire by age
     state, _, start = listing.stdout.strip().partition(" ")
     return start.strip() if state and not state.startswith("Z") else None

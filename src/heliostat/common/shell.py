@@ -1,30 +1,22 @@
-"""The text of a start script, and the only place that quotes for a shell.
-
-A script is directives, the user's own set-up lines verbatim, and one `exec` of the agent: what happens on a node is
-Python in the agent, never bash in a string.
-"""
+"""Quoting for a shell, and shell text that several modules use. No other module quotes."""
 
 from __future__ import annotations
 
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    pass
-
-# all that `heliostat env` may export: what Ray reads, and what other programs may want to know
+# all variables that `heliostat env` may export, for Ray and for other programs
 CONNECTION_VARIABLES = (
     "RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_USE_TLS", "RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY",
     "RAY_TLS_CA_CERT", "HELIOSTAT_CLUSTER", "HELIOSTAT_RAY_PORT", "HELIOSTAT_HEAD_NODE", "HELIOSTAT_HEAD_IP", "HELIOSTAT_JOB_ID",
     "HELIOSTAT_PORT_OFFSET", "HELIOSTAT_STARTED", "HELIOSTAT_DASHBOARD_PORT",
 )  # fmt: skip
 
-# A shell function for a host where nothing of ours can be imported before it is checked. `safe DIRECTORY FILE…` prints the
-# physical path of the directory. It fails and names the cause when another user can replace that directory, one above it, or
-# one of these files in it: the rule of `agent/ownership.py`, except that a group with the user's own name counts as private
-# whoever is in it. `stat` prints the mode as `drwxr-xr-x`: the sixth letter is the group's right to write, the ninth that of others.
+# A shell function for a host where the agent must be checked before it is executed. `safe DIRECTORY FILE…` prints the physical
+# path of the directory. It fails with the cause if another user can replace that directory, a parent, or one of these files.
+# The rule is that of `agent/ownership.py`, except that a group with the user's name counts as private, whatever its members.
+# `stat` prints the mode as `drwxr-xr-x`: the sixth letter is the group's write permission, the ninth that of others.
 SAFE = r"""
 safe() ( cd -P -- "$1" && shift || exit 1; p=$PWD; until [ -z "$p" ]; do set -- "$p" "$@"; p=${p%/*}; done;
 me=$(id -u) name=$(id -un); all=$(stat -c '%u %A %G %n' -- / "$@") || exit 1;
@@ -34,14 +26,14 @@ bad=$(printf '%s\n' "$all" | while read -r owner mode rest; do case $owner in "$
 """.strip()
 
 
-def by_shell(argv: Sequence[str]) -> list[str]:
-    """Words that run the command as it is, and end with 127 where there is none: the code of a shell."""
+def wrap_in_shell(argv: Sequence[str]) -> list[str]:
+    """An argv that runs the command through `sh`: the exit code is 127 if the program does not exist."""
     return ["sh", "-c", 'exec "$@"', "sh", *argv]
 
 
-def quote(words: Sequence[str]) -> str:
-    """One shell line that means exactly these words."""
-    return shlex.join(words)
+def quote(argv: Sequence[str]) -> str:
+    """One shell line with exactly these arguments."""
+    return shlex.join(argv)
 
 
 def unset(names: Sequence[str]) -> str:
@@ -54,15 +46,15 @@ def export(variables: Mapping[str, object]) -> str:
     return "".join(f"export {name}={shlex.quote(str(value))}\n" for name, value in variables.items())
 
 
-def directive(word: str) -> str:
-    """One option as a scheduler's directive line takes it: quoted only where it must be. Schedulers know \" and \\."""
-    if not re.search(r"[\s\"'\\#]", word):
-        return word
-    name, sign, value = word.partition("=")
+def directive(option: str) -> str:
+    """One option for a scheduler's directive line, quoted only if necessary. Schedulers interpret \" and \\."""
+    if not re.search(r"[\s\"'\\#]", option):
+        return option
+    name, sign, value = option.partition("=")
     inner = value.replace("\\", "\\\\").replace('"', '\\"')
     return f'{name}{sign}"{inner}"'
 
 
 def split(text: str) -> list[str]:
-    """The words of one shell line. Raises ValueError when a quote is not closed."""
+    """The arguments of one shell line. Raises ValueError if a quote is not closed."""
     return shlex.split(text)

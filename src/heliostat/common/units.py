@@ -1,4 +1,4 @@
-"""Sizes and durations: what people write <-> numbers. Bytes and seconds inside, always."""
+"""Conversion of sizes and durations between text and numbers of bytes and seconds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WINDOW = re.compile(r"^([01]?\d|2[0-4]):([0-5]\d)-([01]?\d|2[0-4]):([0-5]\d)$")
 
 
 def parse_bytes(text: str | int | float) -> int:
-    """`50G`, `512MiB`, `1.5g`, a plain number of bytes -> bytes. Powers of 1024, as schedulers count."""
+    """`50G`, `512MiB`, `1.5g`, a plain number of bytes -> bytes. Units are powers of 1024, as in schedulers."""
     if isinstance(text, bool):
         raise ValueError(f"`{text}` is not a size; write for example `50G`")
     number: float
@@ -29,8 +29,8 @@ def parse_bytes(text: str | int | float) -> int:
             raise ValueError(f"`{text}` is not a size; write for example `50G` or `512M`")
         number, power = float(match[1]), _POWER[match[2].lower()]
     size = number * 1024**power
-    if not 0 <= size < 2**63:  # nor what is no number at all
-        raise ValueError(f"`{str(text)[:60]}` is not a size that fits a machine")
+    if not 0 <= size < 2**63:  # False for NaN too
+        raise ValueError(f"`{str(text)[:60]}` is out of range for a size")
     return int(size)
 
 
@@ -46,7 +46,7 @@ def format_bytes(size: float) -> str:
 def parse_duration(text: str | int | float) -> int:
     """`60m`, `1h30m`, `4:00:00`, `1-12:00:00`, `90` (seconds) -> seconds, rounded up.
 
-    The colon forms are SLURM's: `H:M:S`, `M:S`, `D-H`, `D-H:M`, `D-H:M:S`.
+    The forms with colons are Slurm's: `H:M:S`, `M:S`, `D-H`, `D-H:M`, `D-H:M:S`.
     """
     if isinstance(text, bool):
         raise ValueError(f"`{text}` is not a duration; write for example `60m`")
@@ -55,13 +55,13 @@ def parse_duration(text: str | int | float) -> int:
         seconds = text
     else:
         seconds = _clock(text.strip()) if re.search("[:-]", text) else _spans(text.strip())
-    if not 0 <= seconds <= 10 * 366 * 86400:  # nor what is no number at all
-        raise ValueError(f"`{str(text)[:60]}` is not a duration that a cluster can have")
+    if not 0 <= seconds <= 10 * 366 * 86400:  # False for NaN too
+        raise ValueError(f"`{str(text)[:60]}` is out of range for a duration")
     return int(-(-seconds // 1))
 
 
 def parse_walltime(text: str | int | float) -> int:
-    """A duration with its unit: `30` is minutes to a scheduler and seconds to a program, so it is nothing here."""
+    """A duration with a unit. `30` alone is rejected: it is minutes in a scheduler and seconds elsewhere."""
     if not isinstance(text, bool) and re.fullmatch(r"\s*[0-9.]+\s*", str(text)):
         raise ValueError(f"`{text}` could mean minutes or seconds: write `{text}m` or `{text}s`")
     return parse_duration(text)
@@ -85,8 +85,8 @@ def _spans(text: str) -> float:
     total, end = 0.0, 0
     for match in _SPAN.finditer(text):
         unit = match[2].lower()
-        alone = match.group().strip() == text  # a number without a unit means seconds, but not beside others
-        if text[end : match.start()].strip() or unit not in _SECONDS or not (unit or alone):
+        is_alone = match.group().strip() == text  # only a single number may omit its unit
+        if text[end : match.start()].strip() or unit not in _SECONDS or not (unit or is_alone):
             break
         total += float(match[1]) * _SECONDS[unit]
         end = match.end()
@@ -96,7 +96,7 @@ def _spans(text: str) -> float:
 
 
 def format_duration(seconds: float) -> str:
-    """93784 -> `1d 2h`; two units at most, as a person would say it."""
+    """93784 -> `1d 2h`; two units at most."""
     left = int(seconds)
     parts: list[str] = []
     for unit, size in (("d", 86400), ("h", 3600), ("m", 60), ("s", 1)):

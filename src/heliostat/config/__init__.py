@@ -1,1 +1,1 @@
-"""From `heliostat.yaml`, variables and options to one validated spec."""
+"""Reads `heliostat.yaml`, variables and options into one validated spec."""

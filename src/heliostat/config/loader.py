@@ -1,4 +1,4 @@
-"""Defaults < file < environment < flags -> ClusterSpec, remembering where each value came from."""
+"""Merges defaults, the file, the environment and options, in this order, into a ClusterSpec with the origin of each value."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ from heliostat.common.errors import Code, UsageError
 from heliostat.common.shell import CONNECTION_VARIABLES
 from heliostat.config import ray_yaml
 from heliostat.config.spec import ClusterSpec
+from heliostat.config.tables import PER_NODE_KEYS
 from heliostat.state.ownership import require_safe_file
 
 FILE = "heliostat.yaml"
-OF_BASE = "the cluster"
-LARGEST_FILE = 256 * 1024
-LARGEST_TREE = 20_000  # values; a file of aliases to aliases is small and enormous at once
+OF_BASE = "the cluster"  # the origin of the values of `base`
+MAX_FILE_BYTES = 256 * 1024
+MAX_VALUES = 20_000  # a small file of YAML aliases to aliases can expand to any size
 
-# variables that users of other launchers have in their scripts; the object store was in GB there
+# variables of other launchers, which users have in their scripts; RAY_OBJECT_STORE is in GB
 _KNOWN_ENVIRONMENT = {"USER_PORT_OFFSET": "network.port_offset", "RAY_OBJECT_STORE": "object_store"}
 _PREFIX = "HELIOSTAT_"
-# of the client and of the processes of a cluster, from where a person may start another one
+# variables of the client, and of the processes of a cluster, from which the user may start another cluster
 _NOT_KEYS = {"HOME", "DEBUG", "NODE", "CLUSTER", "CONFIG", "KUBECONFIG", "COMPLETE", "BENCH", "HISTORY_SIZE"}
 _NOT_KEYS |= {"BEGAN", "RANK", "JOB", "RAY_REPORT"}
 _NOT_KEYS |= {name.removeprefix(_PREFIX) for name in CONNECTION_VARIABLES if name.startswith(_PREFIX)}
@@ -37,7 +38,7 @@ _NOT_KEYS |= {name.removeprefix(_PREFIX) for name in CONNECTION_VARIABLES if nam
 
 @dataclass(frozen=True)
 class Config:
-    """A checked spec, and for each value that is not a default its origin: dotted key -> words."""
+    """A validated spec, and the origin of each value that is not a default: dotted key -> text."""
 
     spec: ClusterSpec
     origins: Mapping[str, str]
@@ -49,33 +50,35 @@ def load(
     file: Path | None = None,
     environ: Mapping[str, str] = os.environ,
     flags: Mapping[str, Any] | None = None,
-    spelled: Mapping[str, str] | None = None,
-    look_in: Path | None = None,
+    option_names: Mapping[str, str] | None = None,
+    search_dir: Path | None = None,
     base: Mapping[str, Any] | None = None,
     nodes_of: Callable[[str, Mapping[str, Any]], int | None] = lambda backend, table: None,
 ) -> Config:
-    """`sites`: the names whose tables the file may hold. `flags`: dotted key -> value; None means not given.
-    `spelled`: dotted key -> its flag, where that has another name. `file` None: `heliostat.yaml` of the folder `look_in`, where
-    there is one; that file is refused where another user can change it. `base`: what counts where nothing is said. `nodes_of`: how
-    many nodes a site's own table asks for."""
+    """The spec of a cluster and the origins of its values.
+
+    backend_names: the backends whose tables the file may have. flags: dotted key -> value of an option; None: not given.
+    option_names: dotted key -> its option, if that has another name. file None: `heliostat.yaml` in `search_dir`, if
+    there is one; it is rejected if another user can change it. base: the defaults. nodes_of: the number of nodes that a
+    backend's own table requests."""
     values: dict[str, Any] = copy.deepcopy(dict(base or {}))
     origins: dict[str, str] = dict.fromkeys(values, OF_BASE)
     is_named = file is not None
-    if file is None and look_in is not None and (look_in / FILE).is_file():
-        file = look_in / FILE
+    if file is None and search_dir is not None and (search_dir / FILE).is_file():
+        file = search_dir / FILE
     if file is not None:
         data = _read_bytes(file, is_named)
         read, where = _parse(file, data)
-        if ray_yaml.is_one(read):
-            # as it is: with its merge keys, and numbers as YAML has them
-            read = ray_yaml.accept(yaml.safe_load(data), file.name)
-            where = dict.fromkeys(read, f"{file.name}, a file of Ray's launcher")
+        if ray_yaml.is_launcher_file(read):
+            # read it again, with merge keys and YAML's own numbers
+            read = ray_yaml.convert(yaml.safe_load(data), file.name)
+            where = dict.fromkeys(read, f"{file.name}, a file of Ray's cluster launcher")
         _merge(values, origins, read, where)
     for key, value, origin in _environment(environ, backend_names := sorted(backend_names)):
         _put(values, origins, key, value, origin)
     for key, value in (flags or {}).items():
         if value is not None:
-            flag = (spelled or {}).get(key) or key.rpartition(".")[2]
+            flag = (option_names or {}).get(key) or key.rpartition(".")[2]
             _put(values, origins, key, value, f"--{flag.replace('_', '-')}")
     _count_nodes(values, origins, base or {}, nodes_of)
     return Config(check(values, origins, backend_names), origins)
@@ -87,28 +90,28 @@ def _count_nodes(
     base: Mapping[str, Any],
     nodes_of: Callable[[str, Mapping[str, Any]], int | None],
 ) -> None:
-    """A scheduler's own words may say how many nodes there are. Those of a running cluster are its own, not of who joins."""
+    """Sets `nodes` from a scheduler's own options, unless these are the options of the running cluster that is joined."""
     backend = str(values.get("on", "local"))
-    own, of_base = (
+    requested, of_base = (
         nodes_of(backend, table) if isinstance(table := tables.get(backend), dict) else None
         for tables in (values, base)
     )
-    if own is None or own == of_base:
+    if requested is None or requested == of_base:
         return
-    if str(values.get("nodes", own)) != str(own):
+    if str(values.get("nodes", requested)) != str(requested):
         raise UsageError(
-            f"`nodes` ({values['nodes']}) and the {own} nodes of `{backend}`'s own words disagree",
+            f"`nodes` ({values['nodes']}) and the {requested} nodes of the options of `{backend}` disagree",
             cause=_where(origins, "nodes").strip(" ()"),
             hint="keep one of the two",
         )
-    _put(values, origins, "nodes", own, f"the options of {backend}")
+    _put(values, origins, "nodes", requested, f"the options of {backend}")
     for key in ("cpus_per_node", "gpus_per_node", "memory_per_node"):
-        if origins.get(key) == OF_BASE:  # a select of one's own says what its nodes have
+        if origins.get(key) == OF_BASE:  # the scheduler's options have the resources of these nodes
             del values[key], origins[key]
 
 
 def check(values: Mapping[str, Any], origins: Mapping[str, str], backend_names: list[str]) -> ClusterSpec:
-    """The spec, or a UsageError that names the first wrong key, where it stands, and what it could be."""
+    """The spec. Raises UsageError with the first invalid key, its origin, and valid values."""
     tables = {key: value for key, value in values.items() if key in backend_names}
     for backend, table in tables.items():
         if not isinstance(table, dict):
@@ -119,7 +122,7 @@ def check(values: Mapping[str, Any], origins: Mapping[str, str], backend_names: 
                 code=Code.USAGE_INVALID_VALUE,
             )
     plain = {key: value for key, value in values.items() if key not in backend_names}
-    if "backend_tables" in plain:  # where the model keeps those tables; no key of the file
+    if "backend_tables" in plain:  # a field of the model, not a key of the file
         known = ", ".join(sorted([*_keys(ClusterSpec, []), *backend_names]))
         cause = _where(origins, "backend_tables").strip(" ()")
         raise UsageError(
@@ -134,13 +137,13 @@ def check(values: Mapping[str, Any], origins: Mapping[str, str], backend_names: 
         raise explain(
             error, origins, lambda path: _keys(ClusterSpec, path) + ([] if path else backend_names)
         ) from None
-    except UnicodeEncodeError as error:  # of an argument; pydantic cannot say it
+    except UnicodeEncodeError as error:  # in an argument; pydantic cannot report it
         raise UsageError("a value is not UTF-8 text", cause=f"`{error.object[:80]}`") from None
     if spec.on not in backend_names:
         near = difflib.get_close_matches(spec.on, backend_names, n=1)
         raise UsageError(
-            f"there is no site `{spec.on}`",
-            cause=f"sites here: {', '.join(backend_names)}" + _where(origins, "on"),
+            f"there is no backend `{spec.on}`",
+            cause=f"backends: {', '.join(backend_names)}" + _where(origins, "on"),
             hint=f"--on {(near or [backend for backend in backend_names if backend == 'local'] or backend_names)[0]}",
             code=Code.USAGE_UNKNOWN_BACKEND,
         )
@@ -154,7 +157,7 @@ def explain(
     *,
     prefix: str = "",
 ) -> UsageError:
-    """The validator's first finding as an error in our own sentences. `keys(path)`: the known keys of a table."""
+    """The validator's first finding as a UsageError. keys(path): the known keys of a table."""
     findings = error.errors()
     paths = _paths(findings)
     kind, path = findings[0]["type"], paths[0]
@@ -201,14 +204,14 @@ _MUST_BE = {
     "less_than_equal": "at most {le}",
     "none_required": "null",
 }
-_OWN_TYPES = ("value_error",)  # raised by our validators, with a sentence of their own
+_OWN_TYPES = ("value_error",)  # raised by our validators, with a message
 _UNION_TAG = re.compile(
     r"str|int|float|bool|(mapping|dict|tuple|list)\[.*\]|constrained-\w+|function-\w+\[.*\]"
 )
 
 
 def _sentence(findings: Sequence[ErrorDetails]) -> str:
-    """What a value must be. Several findings: the value may be of one type or another."""
+    """The requirement that a value does not meet. Several findings: the value may have several types."""
     first = findings[0]
     if first["type"] in _OWN_TYPES:
         return str(first.get("ctx", {}).get("error") or first["msg"])
@@ -223,7 +226,7 @@ def _sentence(findings: Sequence[ErrorDetails]) -> str:
 
 
 def _plain(value: object) -> str:
-    """A value of the validator's context: `'a' or 'b'` with our quotation marks, 10.0 as 10."""
+    """A value of the validator's context: `'a' or 'b'` with backquotes, 10.0 as 10."""
     return f"{value:g}" if isinstance(value, float) else str(value).replace("'", "`")
 
 
@@ -238,7 +241,7 @@ def _shown(value: object) -> str:
 
 
 def _paths(findings: Sequence[ErrorDetails]) -> list[list[str]]:
-    """The key of each finding. The validator appends the type that it tried to a value of several types, `[key]` to a key."""
+    """The key of each finding. The validator appends the tried type for a value of several types, and `[key]` for a key."""
     locations = [[str(part) for part in finding["loc"]] for finding in findings]
     paths = []
     for location in locations:
@@ -253,7 +256,7 @@ def _keys(model: type[BaseModel], path: list[str]) -> list[str]:
     for part in path:
         annotation = model.model_fields[part].annotation if part in model.model_fields else None
         found = [m for m in _models(annotation)]
-        if not found and annotation is None:  # a group's own name, an index of a list
+        if not found and annotation is None:  # the name of a group, or an index of a list
             continue
         if found:
             model = found[0]
@@ -275,7 +278,7 @@ def _where(origins: Mapping[str, str], key: str) -> str:
 
 
 def _environment(environ: Mapping[str, str], backend_names: list[str]) -> Iterable[tuple[str, Any, str]]:
-    """(dotted key, value, origin) of each variable that is set. Raises UsageError for one that is ours and no key."""
+    """(dotted key, value, origin) of each variable that is set. Raises UsageError for an unknown HELIOSTAT_ variable."""
     for name, key in _KNOWN_ENVIRONMENT.items():
         if environ.get(name):
             value = environ[name]
@@ -284,7 +287,7 @@ def _environment(environ: Mapping[str, str], backend_names: list[str]) -> Iterab
         if name.startswith(_PREFIX) and name.removeprefix(_PREFIX) not in _NOT_KEYS and text:
             key = name.removeprefix(_PREFIX).lower().replace("__", ".")
             known = [*_keys(ClusterSpec, []), *backend_names]
-            if key.partition(".")[0] not in known:
+            if key.partition(".")[0] not in {*known, *PER_NODE_KEYS}:
                 near = difflib.get_close_matches(key.partition(".")[0], known, n=1)
                 raise UsageError(
                     f"unknown variable `{name[:80]}`",
@@ -299,29 +302,43 @@ def _put(values: dict[str, Any], origins: dict[str, str], key: str, value: Any, 
     *tables, last = key.split(".")
     for table in tables:
         inner = values.setdefault(table, {})
-        if not isinstance(inner, dict):  # `head: platinum` in the file, `head.work` by a flag
+        if not isinstance(inner, dict):  # `head: platinum` in the file, `head.work` by an option
             inner = values[table] = {"host": inner} if table == "head" else {}
         values = inner
+    if not tables or tables[0] in ("head", "groups"):
+        _drop_alias(values, origins, key)
     values[last] = value
     for below in [known for known in origins if known.startswith(f"{key}.")]:
         del origins[below]
     origins[key] = origin
 
 
+def _drop_alias(values: dict[str, Any], origins: dict[str, str], key: str) -> None:
+    """Removes the other spelling of a key from its table: a later source replaces the value of an earlier one."""
+    table, dot, last = key.rpartition(".")
+    for pair in PER_NODE_KEYS.items():
+        if last in pair:
+            other = pair[1 - pair.index(last)]
+            values.pop(other, None)
+            origins.pop(f"{table}{dot}{other}", None)
+
+
 def _merge(
     values: dict[str, Any], origins: dict[str, str], more: Mapping[str, Any], where: Mapping[str, str]
 ) -> None:
+    for key in more:
+        _drop_alias(values, origins, key)
     values.update(more)
     origins.update(where)
 
 
 def _read_bytes(file: Path, is_named: bool) -> bytes:
-    """The file's content. is_named: the user has named the file; any other must be safe from other users."""
+    """The file's content. is_named: the user has named the file; otherwise no other user may be able to change it."""
     try:
         with open(file, "rb") as stream:
             if not is_named:
                 require_safe_file(file, stream.fileno())
-            data = stream.read(LARGEST_FILE + 1)
+            data = stream.read(MAX_FILE_BYTES + 1)
     except OSError as error:
         raise UsageError(
             f"could not read `{file}`",
@@ -329,8 +346,8 @@ def _read_bytes(file: Path, is_named: bool) -> bytes:
             hint="heliostat up --on local",
             code=Code.USAGE_UNREADABLE_FILE,
         ) from None
-    if len(data) > LARGEST_FILE:
-        raise UsageError(f"`{file}` is too large", cause=f"{LARGEST_FILE} bytes are the most")
+    if len(data) > MAX_FILE_BYTES:
+        raise UsageError(f"`{file}` is too large", cause=f"the maximum is {MAX_FILE_BYTES} bytes")
     return data
 
 
@@ -340,28 +357,30 @@ def _parse(file: Path, data: bytes) -> tuple[dict[str, Any], dict[str, str]]:
         text = data.decode()
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        words = " ".join(str(error).split())[:300]
         raise UsageError(
-            f"`{file}` is not YAML", cause=words, hint="heliostat schema", code=Code.USAGE_INVALID_YAML
+            f"`{file}` is not YAML",
+            cause=" ".join(str(error).split())[:300],
+            hint="heliostat schema",
+            code=Code.USAGE_INVALID_YAML,
         ) from None
     if root is None or root.tag == "tag:yaml.org,2002:null":
         return {}, {}
     if not isinstance(root, yaml.MappingNode):
         raise UsageError(
             f"`{file}` is not a table of keys",
-            cause="its first line should be, say, `name: lab`",
+            cause="its first line should be, for example, `name: lab`",
             code=Code.USAGE_INVALID_YAML,
         )
     reader = _Reader(file.name)
     try:
         values = reader.read(root, "")
     except RecursionError:
-        raise UsageError(f"`{file}` is too deep", cause="tables in tables in tables") from None
+        raise UsageError(f"`{file}` is too deep", cause="its tables are nested too deeply") from None
     return values, reader.origins
 
 
 class _Reader:
-    """YAML nodes -> plain values, noting lines. Refuses keys that are given twice, which YAML lets pass."""
+    """Converts YAML nodes to plain values and records their lines. Rejects duplicate keys, which YAML accepts."""
 
     def __init__(self, name: str) -> None:
         self.name, self.origins, self.count = name, {}, 0  # type: str, dict[str, str], int
@@ -369,8 +388,8 @@ class _Reader:
 
     def read(self, node: yaml.Node, key: str) -> Any:
         self.count += 1
-        if self.count > LARGEST_TREE:
-            raise UsageError(f"`{self.name}` is too large", cause=f"more than {LARGEST_TREE} values")
+        if self.count > MAX_VALUES:
+            raise UsageError(f"`{self.name}` is too large", cause=f"more than {MAX_VALUES} values")
         line = f"{self.name} line {node.start_mark.line + 1}"
         if isinstance(node, yaml.MappingNode):
             table: dict[str, Any] = {}
@@ -386,7 +405,7 @@ class _Reader:
         if isinstance(node, yaml.SequenceNode):
             return [self.read(item, f"{key}.{i}") for i, item in enumerate(node.value)]
         self.origins.setdefault(key, line)
-        # YAML reads 4:00:00 as a number in base 60, which is not what anybody who writes it means
+        # YAML reads 4:00:00 as a number in base 60; here it is a duration
         if node.tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float") and ":" in node.value:
             return node.value
         if node.tag == "tag:yaml.org,2002:timestamp":
@@ -400,7 +419,7 @@ class _Reader:
 
 
 def schema(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The JSON Schema of the file; `tables`: the schema of each site's own table."""
+    """The JSON Schema of the file; tables: the schema of each backend's own table."""
     document = ClusterSpec.model_json_schema()
     properties = document["properties"]
     properties.pop("backend_tables", None)

@@ -1,6 +1,6 @@
-"""A file of Ray's own cluster launcher (`ray up cluster.yaml`), taken for ours as it is.
+"""Converts a file of Ray's own cluster launcher (`ray up cluster.yaml`) to the keys of a spec.
 
-Machines of a cloud are described in it as Ray wants them, and stay so; machines of one's own (`type: local`) become our hosts.
+The description of cloud instances is passed on to Ray unchanged; hosts of the user (`type: local`) become `hosts`.
 """
 
 from __future__ import annotations
@@ -10,29 +10,29 @@ from collections.abc import Mapping
 from typing import Any
 
 from heliostat.common.errors import UsageError
-from heliostat.config.spec import NAME
+from heliostat.config.tables import NAME
 
 CLOUDS = ("aws", "gcp", "azure")
-# what has no words of ours for machines of one's own; how Ray is started there is our business
+# keys without an equivalent for hosts of the user. Keys that control how Ray starts are ignored: the agent starts it.
 UNTRANSLATED = {
-    "docker": "environment: {container: …} in a file of ours",
-    "file_mounts": "a shared folder, or `heliostat submit --working-dir`",
-    "head_setup_commands": "`setup_commands` are for all hosts; a host of ours may have an `environment` of its own",
-    "worker_setup_commands": "`setup_commands` are for all hosts; a host of ours may have an `environment` of its own",
+    "docker": "environment: {container: …} in heliostat.yaml",
+    "file_mounts": "a shared directory, or `heliostat submit --working-dir`",
+    "head_setup_commands": "`setup_commands` are for all hosts; in heliostat.yaml a host may have its own `environment`",
+    "worker_setup_commands": "`setup_commands` are for all hosts; in heliostat.yaml a host may have its own `environment`",
 }
 
 
-def is_one(values: Mapping[str, Any]) -> bool:
+def is_launcher_file(values: Mapping[str, Any]) -> bool:
     provider = values.get("provider")
     return isinstance(provider, Mapping) and "type" in provider and "cluster_name" in values
 
 
-def accept(values: Mapping[str, Any], file: str) -> dict[str, Any]:
-    """The same cluster in our words. Raises UsageError for what has none."""
+def convert(values: Mapping[str, Any], file: str) -> dict[str, Any]:
+    """The same cluster as keys of a spec. Raises UsageError for a key without an equivalent."""
     name, kind = str(values["cluster_name"]), str(values["provider"]["type"])
     if not NAME.fullmatch(name):
         raise UsageError(
-            f"`{name[:60]}` cannot be a cluster's name here",
+            f"`{name[:60]}` cannot be the name of a cluster",
             cause=f"`cluster_name` of {file}: letters, digits and `-` only, 40 at most",
             hint=f"cluster_name: {re.sub(r'[^A-Za-z0-9]+', '-', name).strip('-')[:40] or 'lab'}",
         )
@@ -41,30 +41,30 @@ def accept(values: Mapping[str, Any], file: str) -> dict[str, Any]:
     if kind not in CLOUDS:
         raise UsageError(
             f"`{file}` is for the provider `{kind}`",
-            cause=f"known here: {', '.join((*CLOUDS, 'local'))}",
-            hint="heliostat schema shows a file of ours",
+            cause=f"supported providers: {', '.join((*CLOUDS, 'local'))}",
+            hint="heliostat schema shows the keys of heliostat.yaml",
         )
     return {"on": kind, "name": name, "groups": _groups(values, file), kind: {"launcher_yaml": dict(values)}}
 
 
 def group_name(kind: str) -> str:
-    """A group's name for a type of Ray's file: `ray.worker.default` has dots."""
+    """The name of the group for a node type of Ray's file: `ray.worker.default` has dots."""
     return re.sub(r"[^A-Za-z0-9-]+", "-", kind).strip("-")[:40] or "workers"
 
 
 def _groups(values: Mapping[str, Any], file: str) -> dict[str, Any]:
-    """How many of each type there are to be, so that `up` knows what to wait for."""
+    """The number of nodes of each type, so that `up` can wait for them."""
     kinds, head = values.get("available_node_types"), values.get("head_node_type")
     if not isinstance(kinds, Mapping) or head not in kinds:
         raise UsageError(
-            f"`{file}` does not say what its head is",
-            cause=f"`head_node_type` is `{head}`, which is none of `available_node_types`",
+            f"`{file}` does not define its head",
+            cause=f"`head_node_type` is `{head}`, which is not in `available_node_types`",
             hint="head_node_type: NAME, one of the types in the file",
         )
     total, found = int(values.get("max_workers", 2)), {}
-    for kind, about in kinds.items():
-        least = int(about.get("min_workers") or 0)
-        most = min(total, int(about.get("max_workers", 0 if kind == head else total)))
+    for kind, settings in kinds.items():
+        least = int(settings.get("min_workers") or 0)
+        most = min(total, int(settings.get("max_workers", 0 if kind == head else total)))
         if most:
             found[group_name(str(kind))] = {"nodes": least, "min": least, "max": most}
     return found
@@ -75,12 +75,12 @@ def _hosts(values: Mapping[str, Any], name: str) -> dict[str, Any]:
     if "head_ip" not in provider:
         raise UsageError(
             "a file with `coordinator_address` cannot be used",
-            cause="its machines are only known to that server",
+            cause="only that server knows its hosts",
             hint="provider: {type: local, head_ip: …, worker_ips: […]}",
         )
     for key, hint in UNTRANSLATED.items():
         if values.get(key):
-            raise UsageError(f"`{key}` is not taken over for hosts of your own", hint=hint)
+            raise UsageError(f"`{key}` is not supported for hosts of your own", hint=hint)
     given = {"user": auth.get("ssh_user"), "key": auth.get("ssh_private_key")}
     more = {key: value for key, value in given.items() if value}
     addresses = [provider["head_ip"], *(provider.get("worker_ips") or ())]

@@ -125,7 +125,7 @@ class Figures:
     groups: Sequence[Group] = ()
     spilled: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     cluster: str = "NAME"
-    elastic: bool = False
+    has_autoscaling: bool = False
 
     @property
     def last(self) -> Reading:
@@ -162,7 +162,7 @@ class Advice:
 
     kind: str
     what: str
-    saw: str
+    describe: str
     means: str
     do: str
 
@@ -205,7 +205,7 @@ def never(figures: Figures) -> Iterator[Advice]:
         most = {name: max((node.total(name) for node in nodes), default=0.0) for name in demand.shape}
         lacking = [name for name, value in demand.shape.items() if value > most[name]]
         what = lacking or list(demand.shape)  # each is somewhere, all together are nowhere
-        saw = ", ".join(
+        describe = ", ".join(
             f"the most that one node has is {show({name: most[name]})}"
             if most[name]
             else f"no node has any {name}"
@@ -213,8 +213,8 @@ def never(figures: Figures) -> Iterator[Advice]:
         )
         yield Advice(
             "infeasible",
-            f"{_number(demand)} {show(demand.shape)}, and no node{' that is here' if figures.elastic else ''} has that",
-            saw + ("" if lacking else ", not on the same node") + _who(figures, demand.shape),
+            f"{_number(demand)} {show(demand.shape)}, and no node{' that is here' if figures.has_autoscaling else ''} has that",
+            describe + ("" if lacking else ", not on the same node") + _who(figures, demand.shape),
             _waits_for_ever(figures),
             _ask_for_less(figures.cluster, demand.shape),
         )
@@ -328,7 +328,7 @@ def store(figures: Figures) -> Iterator[Advice]:
     for node in figures.last.nodes:
         before, spilled = figures.spilled.get(node.name, (0, 0))
         used, total = node.used("object_store_memory"), node.total("object_store_memory")
-        saw = f"{format_bytes(used)} of {format_bytes(total)} in the object store"
+        describe = f"{format_bytes(used)} of {format_bytes(total)} in the object store"
         larger = (
             "a larger store (up --object-store 20G); fewer objects at once: smaller blocks and batches, `del` what is not "
             "needed any more"
@@ -338,7 +338,7 @@ def store(figures: Figures) -> Iterator[Advice]:
             yield Advice(
                 "spilling",
                 f"the object store of {node.name} writes to disk",
-                f"{format_bytes(spilled)} written{more}; {saw}",
+                f"{format_bytes(spilled)} written{more}; {describe}",
                 "what does not fit is written and read again: whatever uses these objects goes at the speed of the disk",
                 larger,
             )
@@ -346,7 +346,7 @@ def store(figures: Figures) -> Iterator[Advice]:
             yield Advice(
                 "store",
                 f"the object store of {node.name} is nearly full",
-                saw,
+                describe,
                 "Ray begins to write objects to disk",
                 larger,
             )
@@ -540,7 +540,7 @@ def _who(figures: Figures, shape: Shape) -> str:
 
 
 def _waits_for_ever(figures: Figures) -> str:
-    if figures.elastic:
+    if figures.has_autoscaling:
         return "Ray waits for a node that the cluster may grow by; where none of its kinds has that, it waits for ever"
     return "Ray waits for a node that will not come: no error, the program hangs"
 

@@ -23,13 +23,13 @@ from heliostat.common.errors import Code, HeliostatError
 from heliostat.common.shell import quote
 from heliostat.common.units import count, format_bytes, format_duration
 from heliostat.remote import tls
-from heliostat.remote.transport import at_once
+from heliostat.remote.transport import map_concurrently
 from heliostat.state import retention
 from heliostat.state.files import read_json
 from heliostat.state.ownership import HOME, TEMP, UnsafePathError, find_unsafe, remedy, temp_directory
 from heliostat.state.records import Record
 from heliostat.state.states import TERMINAL
-from heliostat.state.store import ClusterFolder, Store
+from heliostat.state.store import ClusterDirectory, Store
 
 if TYPE_CHECKING:
     from heliostat.config.spec import ClusterSpec
@@ -246,7 +246,7 @@ def probe(manager: ClusterManager, spec: ClusterSpec | None) -> dict[str, Any]:
         raise HeliostatError(
             "the environment does not start",
             cause=done.err.strip()[-300:],
-            details=done.saw(),
+            details=done.describe(),
             code=Code.ENVIRONMENT_BROKEN,
         ) from None
     return dict(answer)
@@ -319,7 +319,7 @@ def _hosts(manager: ClusterManager, spec: ClusterSpec) -> Iterator[Check]:
             found = {"ok": False, "reason": f"{error.cause or error.message}", "hint": error.hint}
         return asked, found
 
-    answers = at_once(one, places)
+    answers = map_concurrently(one, places)
     outcomes = []
     for place, (asked, found) in zip(places, answers, strict=True):
         if not found.get("ok"):
@@ -389,7 +389,7 @@ def _is_ghost(record: Record) -> bool:
     return not record.handles and time.time() - record.created > LAUNCH_S
 
 
-def _tls(folder: ClusterFolder, name: str) -> Check:
+def _tls(folder: ClusterDirectory, name: str) -> Check:
     ask, paths = CLUSTER["tls"], [folder.path / file for file in tls.FILES]
     for path in paths:
         if not path.exists():

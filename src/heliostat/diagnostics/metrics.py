@@ -66,7 +66,7 @@ def collect(
         ],
         {node: (first.get(node, 0), spilled) for node, spilled in last.items()},
         cluster=name,
-        elastic=_elastic(view.record.spec),
+        has_autoscaling=_elastic(view.record.spec),
     )
 
 

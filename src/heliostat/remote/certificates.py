@@ -1,4 +1,6 @@
-"""A cluster's certificate authority, the key of its members and the certificate of its clients. Imported where one is made only."""
+"""The certificates of one cluster: its authority, the key of its members, the certificate of its clients.
+
+Only `tls.make` imports this module, because it needs `cryptography`."""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 Key = ec.EllipticCurvePrivateKey
-# The keys are deleted with the cluster. Until then no clock matters: those of a lab's hosts may differ.
+# The keys are deleted with the cluster, so no date limits them: the clocks of the hosts may differ.
 NOT_BEFORE, NOT_AFTER = datetime(2000, 1, 1), datetime(9999, 12, 31, 23, 59, 59)
 CLIENT_ADDRESSES = ("127.0.0.1", "127.0.0.2", "::1")
 USAGES = (
@@ -25,7 +27,7 @@ def make(cluster_id: str) -> tuple[bytes, bytes, bytes, bytes]:
     """(the authority's certificate, its key, the members' key, the clients' certificate), as PEM."""
     key, member_key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
     name = _name(f"heliostat {cluster_id}")
-    own = _builder(name, name, key, is_authority=True).sign(key, SHA256())
+    authority = _builder(name, name, key, is_authority=True).sign(key, SHA256())
     both = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
     addresses = [x509.IPAddress(ip_address(ip)) for ip in CLIENT_ADDRESSES]
     client = (
@@ -35,11 +37,16 @@ def make(cluster_id: str) -> tuple[bytes, bytes, bytes, bytes]:
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(key.public_key()), critical=False)
         .sign(key, SHA256())
     )
-    return own.public_bytes(Encoding.PEM), _pem(key), _pem(member_key), client.public_bytes(Encoding.PEM)
+    return (
+        authority.public_bytes(Encoding.PEM),
+        _pem(key),
+        _pem(member_key),
+        client.public_bytes(Encoding.PEM),
+    )
 
 
 def _builder(issuer: x509.Name, subject: x509.Name, key: Key, is_authority: bool) -> x509.CertificateBuilder:
-    """What both kinds of certificates have."""
+    """The common part of both kinds of certificates."""
     used = "key_cert_sign" if is_authority else "digital_signature"
     usage = x509.KeyUsage(**{kind: kind == used for kind in USAGES})
     identifier = x509.SubjectKeyIdentifier.from_public_key(key.public_key())

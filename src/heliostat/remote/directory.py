@@ -1,6 +1,6 @@
-"""A cluster whose folder lies on another machine (`via: user@login`), kept up to date here.
+"""A cluster's directory on another host (`via: user@login`), with a copy on this host.
 
-The agents write into the folder there; whoever asks reads the copy here. So nothing above knows the difference.
+The agents write the directory on the other host, and commands read the copy. So the callers handle both cases alike.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from typing import Any
 
 from heliostat.common.errors import Code, HeliostatError
 from heliostat.common.shell import SAFE, quote
-from heliostat.remote.ssh import Ssh, Talk
+from heliostat.remote.ssh import LineSession, Ssh
 from heliostat.state.files import write_atomic
 from heliostat.state.states import NodeState
-from heliostat.state.store import ClusterFolder
+from heliostat.state.store import ClusterDirectory
 
-PULL_S = 0.5  # a question over ssh costs some 50 ms
-SMALL = ("state.json", "pulse.json", "connection.json", "connection.env", "head.json", "nodes")
-LARGEST = 1 << 20  # of one log at a time
-SILENT_S = 12.0  # a follower says a word every five seconds
+PULL_S = 0.5  # minimum between two reads; one takes about 50 ms over ssh
+STATE_FILES = ("state.json", "pulse.json", "connection.json", "connection.env", "head.json", "nodes")
+MAX_LOG_CHUNK_BYTES = 1 << 20  # of one log in one read
+FOLLOWER_TIMEOUT_S = 12.0  # the agent sends a line at least every five seconds
 REMOTE_ROOT = ".heliostat/via"
-UNSAFE = 9  # how a script of ours ends on another machine where another user can change the cluster's folder
+UNSAFE = 9  # exit code of the scripts below if another user can change the cluster's directory
 
 
 def pack(files: Mapping[str, bytes]) -> bytes:
-    """A tar of these; what is a script may be run."""
+    """A tar of these files; scripts are executable."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as archive:
         for name, data in files.items():
@@ -46,55 +46,59 @@ def pack(files: Mapping[str, bytes]) -> bytes:
 
 
 class RemoteDirectory:
-    """head: its process there, {"pid", "start", "executable"}, where it can be seen from the machine with the folder.
-    small: what is copied besides the logs; a worker's folder has nothing else that is wanted here."""
+    """A cluster's directory on another host, and its copy in `folder`.
+
+    head: the head's process {"pid", "start", "executable"}, if it runs on that host. state_files: the files to copy in
+    addition to the logs; none for a worker's own directory."""
 
     def __init__(
         self,
-        folder: ClusterFolder,
+        folder: ClusterDirectory,
         host: Ssh,
-        place: Path,
+        path: Path,
         head: Mapping[str, Any] | None = None,
-        small: Sequence[str] = SMALL,
+        state_files: Sequence[str] = STATE_FILES,
     ) -> None:
-        self.folder, self.host, self.place, self.small = folder, host, place, small
+        self.folder, self.host, self.path, self.state_files = folder, host, path, state_files
         self.process = head if head and head.get("pid") else None
-        self.head: tuple[NodeState, str] | None = None  # what was last seen of it
+        self.head: tuple[NodeState, str] | None = None  # last observed state and reason
         self._next = 0.0
-        self._follow = True
+        self._may_follow = True
         self._follower: Follower | None = None
 
     def push(self, files: Iterable[tuple[Path, bytes, int]]) -> None:
-        """Paths are of the other machine. One connection for all of them."""
-        packed = pack({path.relative_to(self.place).as_posix(): data for path, data, _ in files})
+        """Writes files, given by their remote paths, over one connection."""
+        packed = pack({path.relative_to(self.path).as_posix(): data for path, data, _ in files})
         script = (
             SAFE
             + '\numask 077; safe . >/dev/null && mkdir -p -- "$1/logs" && cd -- "$1" && safe . >/dev/null && tar -xf -'
         )
-        done = self.host.run(["sh", "-c", script, "sh", self.place.as_posix()], input=packed, timeout=600)
+        done = self.host.run(["sh", "-c", script, "sh", self.path.as_posix()], input=packed, timeout=600)
         if done.code:
             cause = done.err.strip()[-300:]
             raise HeliostatError(
-                f"could not write `{self.place}` on `{self.host.target}`",
+                f"could not write `{self.path}` on `{self.host.target}`",
                 cause=cause,
                 code=Code.DISK_FULL if "No space left" in cause else Code.SSH_WRITE,
             )
 
-    def ask(self, request: dict[str, object]) -> None:
+    def add_request(self, request: dict[str, object]) -> None:
+        """Adds a request for the head's agent."""
         name = f"{time.time_ns()}-{secrets.token_hex(4)}.json"
-        self.host.put(self.place / "requests" / name, json.dumps(request).encode())
+        self.host.put(self.path / "requests" / name, json.dumps(request).encode())
 
     def pull(self, node: str | None = None, now: bool = False) -> None:
-        """What has changed there, with the logs of this node; not more often than is good for the login node, but `now`.
-        Whoever looks again and again is told of each change instead."""
+        """Updates the copy, including the logs of this node.
+
+        Limits the rate to spare the login node, unless `now`. After the first call a Follower receives the changes."""
         if self._follower and self._follower.follows(node):
             return
         if time.monotonic() < self._next and node is None and not now:
             return
         if self._follower:
-            self._follow = self._follower.spoke  # else it cannot be had there
+            self._may_follow = self._follower.has_reported  # False: the agent cannot run there
             self._follower = None
-        elif self.process and self._follow and self._next and not now:
+        elif self.process and self._may_follow and self._next and not now:
             self._follower = Follower(self, self.process, node)
             return
         try:
@@ -105,55 +109,63 @@ class RemoteDirectory:
         finally:
             self._next = time.monotonic() + PULL_S
 
-    def have(self, node: str | None) -> list[Path]:
-        """The logs that are here already, of those that may grow there."""
+    def local_logs(self, node: str | None) -> list[Path]:
+        """The copied logs, which may be longer on the host."""
         logs = self.folder.logs
-        places = [logs, logs / node] if node else [logs]
-        places[-1].mkdir(mode=0o700, exist_ok=True)
-        return [path for place in places for path in place.glob("*.*") if path.is_file()]
+        directories = [logs, logs / node] if node else [logs]
+        directories[-1].mkdir(mode=0o700, exist_ok=True)
+        return [path for directory in directories for path in directory.glob("*.*") if path.is_file()]
 
     def _pull(self, node: str | None) -> None:
         logs = self.folder.logs
-        names = [(path.relative_to(logs).as_posix(), path.stat().st_size) for path in self.have(node)]
-        cases = "".join(f" {quote([name])}) o={size};;" for name, size in names)
-        script = SAFE + _PULL % {"small": " ".join(self.small), "cases": cases, "most": LARGEST}
+        sizes = [(path.relative_to(logs).as_posix(), path.stat().st_size) for path in self.local_logs(node)]
+        cases = "".join(f" {quote([name])}) o={size};;" for name, size in sizes)
+        values = {"small": " ".join(self.state_files), "cases": cases, "most": MAX_LOG_CHUNK_BYTES}
         process = self.process or {"pid": ""}
-        argv = ["sh", "-c", script, "sh", self.place.as_posix(), node or "", str(process["pid"])]
+        argv = [
+            "sh",
+            "-c",
+            SAFE + _PULL % values,
+            "sh",
+            self.path.as_posix(),
+            node or "",
+            str(process["pid"]),
+        ]
         done = self.host.run(argv, timeout=60)
-        if done.code == 3:  # not made yet, or gone
+        if done.code == 3:  # the directory does not exist
             self.head = (NodeState.GONE, "") if self.process else None
             return
         if done.code == UNSAFE:
             raise self._unsafe(done.err)
-        started, small, *grown = done.out.splitlines() or ["", ""]
-        self._unpack(base64.b64decode(small), replace=self.small)
-        for line in grown:
+        started, archive, *chunks = done.out.splitlines() or ["", ""]
+        self._unpack(base64.b64decode(archive), replace=self.state_files)
+        for line in chunks:
             name, offset, data = line.split(" ", 2)
-            self.grow(base64.b64decode(name).decode(), int(offset), base64.b64decode(data))
+            self.append_log(base64.b64decode(name).decode(), int(offset), base64.b64decode(data))
         if self.process:
-            lives = started == self.process["start"]
-            self.head = (NodeState.ALLOCATED if lives else NodeState.GONE, "")
+            is_alive = started == self.process["start"]
+            self.head = (NodeState.ALLOCATED if is_alive else NodeState.GONE, "")
 
-    def grow(self, name: str, offset: int, data: bytes) -> None:
-        """More of a log; a name is that of a file, or of a node and its file, whatever the other side says."""
-        words = name.split("/")
-        if len(words) <= 2 and ".." not in words and words[0]:
-            path = self.folder.logs.joinpath(*words)
+    def append_log(self, name: str, offset: int, data: bytes) -> None:
+        """Appends to a copied log. The host's name for it is not trusted: only FILE and NODE/FILE are accepted."""
+        parts = name.split("/")
+        if len(parts) <= 2 and ".." not in parts and parts[0]:
+            path = self.folder.logs.joinpath(*parts)
             path.parent.mkdir(mode=0o700, exist_ok=True)
             with open(path, "ab") as stream:
                 if stream.tell() == offset:
                     stream.write(data)
 
     def _unpack(self, data: bytes, replace: Iterable[str] = ()) -> None:
-        """A tar of plain files, each put whole into its place; of `replace`, what it does not have is gone there too."""
+        """Extracts a tar of plain files, each atomically. Files of `replace` that it lacks are deleted here too."""
         found = set()
         if not data:
             return
         with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as archive:
             for entry in archive:
                 target = Path(os.path.abspath(self.folder.path / entry.name))
-                inside = target.is_relative_to(os.path.abspath(self.folder.path))
-                source = archive.extractfile(entry) if entry.isfile() and inside else None
+                is_inside = target.is_relative_to(os.path.abspath(self.folder.path))
+                source = archive.extractfile(entry) if entry.isfile() and is_inside else None
                 if source:
                     self.put(entry.name, source.read())
                     found.add(entry.name.removeprefix("./"))
@@ -162,33 +174,32 @@ class RemoteDirectory:
                 (self.folder.path / name).unlink()
 
     def put(self, name: str, content: bytes | str | None) -> None:
-        """A small file as it is there; None: it is gone."""
+        """Writes a state file of the copy; None: deletes it."""
         target = self.folder.path / name
         if content is None:
             target.unlink(missing_ok=True)
         else:
-            for parent in reversed(
-                Path(name).parents
-            ):  # never the cluster's own: one that has ended must not come back
+            # never make the cluster's own directory: an archived cluster must not reappear
+            for parent in reversed(Path(name).parents):
                 if parent != Path("."):
                     (self.folder.path / parent).mkdir(mode=0o700, exist_ok=True)
             write_atomic(target, content)
 
     def close(self) -> None:
-        """Nothing more is written here."""
+        """Stops the updates of the copy."""
         if self._follower:
-            self._follower.end()
+            self._follower.stop()
 
-    def finish(self, stop: str = "", node: Mapping[str, Any] | None = None) -> str | None:
-        """All logs come here, and only then the folder there goes, but for the copy of the person's own folder, where
-        results may lie: its path there. One connection.
+    def collect_and_remove(self, stop: str = "", node: Mapping[str, Any] | None = None) -> str | None:
+        """Copies all logs, then removes the remote directory, over one connection.
 
-        stop: a request for the agent there, which removes what a node that was killed has left (node: its details)."""
+        The uploaded working directory, which may have results, is kept; its remote path is returned. stop: a request for
+        the agent, which removes the files of a node that was killed. node: the details of that node."""
         self.close()
-        left = [str((node or {}).get(key) or "") for key in ("temp", "executable")]
-        words = ["sh", "-c", SAFE + _FINISH, "sh", self.place.as_posix(), stop, *left]
-        with self.host.talk(words) as there:
-            first = there.hear()
+        details = [str((node or {}).get(key) or "") for key in ("temp", "executable")]
+        argv = ["sh", "-c", SAFE + _COLLECT_AND_REMOVE, "sh", self.path.as_posix(), stop, *details]
+        with self.host.open_session(argv) as session:
+            first = session.read_line()
             if first is None:
                 raise HeliostatError(
                     f"could not reach `{self.host.target}`",
@@ -200,81 +211,84 @@ class RemoteDirectory:
             if first == "gone":
                 return None
             self._unpack(base64.b64decode(first))
-            there.say("ok")
-            return there.hear() or None
+            session.send_line("ok")
+            return session.read_line() or None
 
-    def _unsafe(self, why: str) -> HeliostatError:
+    def _unsafe(self, cause: str) -> HeliostatError:
         return HeliostatError(
-            f"`{self.place.as_posix()}` on `{self.host.target}` is not safe to use",
-            cause=why.strip()[-300:],
+            f"`{self.path.as_posix()}` on `{self.host.target}` is not safe to use",
+            cause=cause.strip()[-300:],
             code=Code.STORE_UNSAFE_DIRECTORY,
         )
 
 
 class Follower(threading.Thread):
-    """Puts each change into the copy, as the agent there tells it, over one connection."""
+    """Writes the changes that the remote agent sends over one connection into the copy."""
 
-    def __init__(self, mirror: RemoteDirectory, process: Mapping[str, Any], node: str | None) -> None:
+    def __init__(self, remote: RemoteDirectory, process: Mapping[str, Any], node: str | None) -> None:
         super().__init__(daemon=True)
-        self.mirror, self.process, self.node = mirror, process, node
-        self.over, self._writing = False, threading.Lock()
-        self._heard = time.monotonic()
-        self.spoke = False
-        self._talk: Talk | None = None
+        self.remote, self.process, self.node = remote, process, node
+        self.is_stopped, self._writing = False, threading.Lock()
+        self._last_report = time.monotonic()
+        self.has_reported = False
+        self._session: LineSession | None = None
         self.start()
 
     def follows(self, node: str | None) -> bool:
-        """Whether the copy is as new as can be; the logs of this node come too from now on."""
-        if not self.is_alive() or time.monotonic() - self._heard > SILENT_S:
-            self.over = True
+        """Whether the copy is current. From now on it includes the logs of this node."""
+        if not self.is_alive() or time.monotonic() - self._last_report > FOLLOWER_TIMEOUT_S:
+            self.is_stopped = True
             return False
-        if node not in (None, self.node) and self._talk:
+        if node not in (None, self.node) and self._session:
             self.node = node
-            self._talk.say(json.dumps({"node": node}))
+            self._session.send_line(json.dumps({"node": node}))
         return True
 
     def run(self) -> None:
-        mirror, words = self.mirror, self.process
+        remote, process = self.remote, self.process
         script = SAFE + '\ncd -- "$1" && safe . agent.pyz >/dev/null && exec "$2" agent.pyz follow'
-        argv = ["sh", "-c", script, "sh", mirror.place.as_posix(), str(words["executable"])]
-        have = {
-            path.relative_to(mirror.folder.logs).as_posix(): path.stat().st_size
-            for path in mirror.have(self.node)
+        argv = ["sh", "-c", script, "sh", remote.path.as_posix(), str(process["executable"])]
+        sizes = {
+            path.relative_to(remote.folder.logs).as_posix(): path.stat().st_size
+            for path in remote.local_logs(self.node)
         }
         first = {
-            "pid": words["pid"],
-            "start": words["start"],
-            "small": mirror.small,
+            "pid": process["pid"],
+            "start": process["start"],
+            "small": remote.state_files,
             "node": self.node,
-            "have": have,
+            "have": sizes,
         }
-        with contextlib.suppress(HeliostatError, OSError, ValueError), mirror.host.talk(argv) as there:
-            there.say(json.dumps(first))
-            self._talk = there
-            while (line := there.hear()) is not None:
-                self._heard, self.spoke = time.monotonic(), True
+        with (
+            contextlib.suppress(HeliostatError, OSError, ValueError),
+            remote.host.open_session(argv) as session,
+        ):
+            session.send_line(json.dumps(first))
+            self._session = session
+            while (line := session.read_line()) is not None:
+                self._last_report, self.has_reported = time.monotonic(), True
                 with self._writing:
-                    if self.over:
+                    if self.is_stopped:
                         return
-                    self._take(json.loads(line))
+                    self._apply(json.loads(line))
 
-    def _take(self, said: Mapping[str, Any]) -> None:
-        mirror = self.mirror
-        if "log" in said:
-            return mirror.grow(said["log"], said["at"], base64.b64decode(said["data"]))
-        for name, text in said["files"].items():
-            if name.split("/")[0] in mirror.small and ".." not in name:
-                mirror.put(name, text)
-        mirror.head = (NodeState.ALLOCATED if said["alive"] else NodeState.GONE, "")
+    def _apply(self, report: Mapping[str, Any]) -> None:
+        remote = self.remote
+        if "log" in report:
+            return remote.append_log(report["log"], report["at"], base64.b64decode(report["data"]))
+        for name, text in report["files"].items():
+            if name.split("/")[0] in remote.state_files and ".." not in name:
+                remote.put(name, text)
+        remote.head = (NodeState.ALLOCATED if report["alive"] else NodeState.GONE, "")
 
-    def end(self) -> None:
-        """When this returns, nothing more is written."""
+    def stop(self) -> None:
+        """After this returns, the follower writes nothing."""
         with self._writing:
-            self.over = True
+            self.is_stopped = True
 
 
-# one line: when the process $3 started; one: a tar of the small files; then a line for each log that has grown: name,
-# offset, data
+# $1: the directory, $2: the node, $3: the head's pid. Prints the start time of the process, a tar of the state files, and a
+# line for each log that has grown: name, offset, data
 _PULL = """
 cd -- "$1" 2>/dev/null || exit 3
 safe . >/dev/null || exit 9
@@ -291,14 +305,14 @@ for f in logs/*.* ${node:+"logs/$node"/*.*}; do
   tail -c +$((o + 1)) -- "$f" | head -c %(most)d | base64 -w0; echo
 done
 """
-# $2: a request for the agent, $3: the private directory of its node, $4: its Python. A line with a tar; then, told that it has
-# arrived, what may go goes, and a line says where the rest is
-_FINISH = """
+# $2: a request for the agent, $3: the private directory of its node, $4: its Python. Prints a line with a tar. After the reply
+# "ok" it removes everything but the working directory and prints that one's path.
+_COLLECT_AND_REMOVE = """
 cd -- "$1" 2>/dev/null || { echo gone; exit 0; }
 why=$(safe . 2>&1 >/dev/null) || { echo "unsafe $why"; exit 0; }
 if [ "$3" ] && [ -e "$3" ] && safe . agent.pyz >/dev/null; then printf %s "$2" | "$4" agent.pyz stop >/dev/null; fi
 tar -cf - logs nodes state.json 2>/dev/null | base64 -w0; echo
-read -r word && [ "$word" = ok ] || exit 1
+read -r reply && [ "$reply" = ok ] || exit 1
 for f in *; do [ "$f" = work ] || rm -rf -- "$f"; done
 if [ -d work ]; then echo "$1/work"; else d=$PWD; cd .. && rmdir -- "$d"; rmdir -- "$PWD" 2>/dev/null; echo; fi
 """

@@ -1,4 +1,4 @@
-"""The only file that talks to a head: Ray's dashboard and Jobs API over HTTP. Never imports Ray."""
+"""The client of Ray's dashboard and Jobs API on a head, over HTTP. Never imports Ray."""
 
 from __future__ import annotations
 
@@ -18,41 +18,41 @@ from urllib.parse import quote, urlencode
 
 from heliostat.common.errors import AccessDenied, Code, HeliostatError, NotFoundError
 from heliostat.common.units import parse_bytes
-from heliostat.remote.job_output import OwnOutput
+from heliostat.remote.job_output import JobOutput
 
 CONNECT_S = 15.0
 Dial = Callable[[float], socket.socket]
-_SHOWN = "heliostat_command"  # key of a job's metadata: the command as the user gave it
+_COMMAND_KEY = "heliostat_command"  # in a job's metadata: the user's command
 FINAL = frozenset({"SUCCEEDED", "FAILED", "STOPPED"})
 _AMOUNT = r"([\d.]+)(B|KiB|MiB|GiB|TiB)?"
 _USED = re.compile(
     rf"^{_AMOUNT}/{_AMOUNT} (\S+)(?: \({_AMOUNT} used of {_AMOUNT} reserved in placement groups\))?"
 )
-_WAITS = re.compile(
+_PENDING = re.compile(
     r"^ (\{.*\}): (\d+)\+ pending tasks/actors(?: \((\d+)\+ using placement groups\))?$", re.MULTILINE
 )
 
 
-ProxyError = Callable[[str, str, int, bytes], HeliostatError | None]  # as Proxied.proxy_error
+ProxyError = Callable[[str, str, int, bytes], HeliostatError | None]  # see Proxied.proxy_error
 
 
-class NoAnswer(HeliostatError):
-    """The head's dashboard does not answer; the cluster may still run."""
+class NoResponse(HeliostatError):
+    """The head's dashboard does not respond; the cluster may still run."""
 
     code = Code.RAY_UNREACHABLE
 
 
-class NotLetIn(HeliostatError):
-    """Ray rejects the token: it may be that of another head."""
+class TokenRejected(HeliostatError):
+    """Ray rejects the token, which may be that of another head."""
 
     code = Code.RAY_UNAUTHORIZED
 
 
 class RayApi:
-    """One head. `token` None: the cluster has no authentication, or `dial` leads to somebody who adds the token.
+    """The API of one head. token None: the cluster has no authentication, or a relay behind `dial` adds the token.
 
-    `dial(timeout)` opens a connection for one request; without it the dashboard listens at host:port. proxy_error: there is
-    a proxy on the way, which may answer in Ray's place."""
+    dial(timeout): opens a connection for one request; default: to host:port. proxy_error: converts the response of a proxy
+    in front of Ray to an error."""
 
     def __init__(
         self,
@@ -97,21 +97,21 @@ class RayApi:
         finally:
             connection.close()
         proxy = self.proxy_error if status >= 400 else None
-        if proxy and (own := proxy(method, path, status, content)):
-            raise own
-        if status in (502, 503, 504):  # somebody between us and the head
+        if proxy and (proxy_error := proxy(method, path, status, content)):
+            raise proxy_error
+        if status in (502, 503, 504):  # from a proxy in front of the head
             raise self._no_answer(ConnectionError(f"{method} {path} answered {status}"))
         if status in (401, 403):
-            raise NotLetIn(
-                f"the cluster `{self.name}` does not let us in",
+            raise TokenRejected(
+                f"the cluster `{self.name}` rejected the token",
                 cause=content.decode("utf-8", "replace")[:200],
                 details=f"{method} {path} answered {status}",
                 hint=f"heliostat doctor {self.name}",
             )
         return status, content
 
-    def _no_answer(self, error: Exception) -> NoAnswer:
-        return NoAnswer(
+    def _no_answer(self, error: Exception) -> NoResponse:
+        return NoResponse(
             f"the dashboard of `{self.name}` does not answer",
             cause=getattr(error, "strerror", None) or str(error) or type(error).__name__,
             details=f"http://{self.host}:{self.port}",
@@ -131,12 +131,12 @@ class RayApi:
             raise self._no_answer(error) from None
 
     def _refused(self, what: str, status: int, content: bytes) -> HeliostatError:
-        lines = content.decode("utf-8", "replace").splitlines()
-        # its last words are what matters of a traceback; Ray may put a dot after them, on a line of its own
-        words = [line.strip() for line in lines if any(map(str.isalnum, line))]
+        # the last line of a traceback has the error; Ray may add a line with only a dot
+        text = content.decode("utf-8", "replace")
+        lines = [line.strip() for line in text.splitlines() if any(map(str.isalnum, line))]
         return HeliostatError(
-            f"Ray on `{self.name}` said no",
-            cause=words[-1][:400] if words else "",
+            f"Ray on `{self.name}` rejected the request",
+            cause=lines[-1][:400] if lines else "",
             details=f"{what} answered {status}",
             code=Code.RAY_REJECTED,
         )
@@ -144,9 +144,11 @@ class RayApi:
     # -- nodes
 
     def nodes(self) -> list[dict[str, Any]]:
-        """Alive nodes: name, ip, id, is_head, resources {name: [used, total]}, gpus; `held`: what placement groups hold
-        and nobody uses, which is not in `used`; `host`: its own figures, which Ray's agent there takes every five seconds."""
-        # nocache: the dashboard would answer with what it said last time, and only then look anew
+        """Alive nodes: name, ip, id, is_head, resources {name: [used, total]}, gpus, held, host.
+
+        held: idle resources of placement groups, not part of `used`. host: metrics of the host, which Ray's agent updates
+        every five seconds."""
+        # nocache: otherwise the dashboard responds with the previous values and updates them afterwards
         data = self._get("/nodes?view=summary&nocache=1")["data"]
         used = data.get("nodeLogicalResources") or {}
         found = []
@@ -172,28 +174,28 @@ class RayApi:
             )
         return found
 
-    # -- what is asked of it
+    # -- demand
 
     def spilled(self, node_id: str) -> int:
-        """Bytes that the object store of this node has written to disk since it started; Ray looks every fifteen seconds."""
+        """Bytes that the node's object store has spilled to disk since its start; Ray updates it every fifteen seconds."""
         data = self._get(f"/nodes/{quote(node_id, safe='')}?nocache=1")["data"]
         stats = ((data.get("detail") or {}).get("raylet") or {}).get("storeStats") or {}
         return int(stats.get("spilledBytesTotal") or 0)
 
     def demands(self) -> list[dict[str, Any]]:
-        """Tasks and actors that wait for a place: shape, count, and how many of them wait inside a placement group.
+        """Pending tasks and actors: shape, count, and the number in placement groups.
 
-        Ray's GCS counts them, so this answers with or without an autoscaler; the dashboard has it as text only. Groups that
-        wait are not told here: Ray shows one for all that are placed alike.
+        Ray's GCS counts them, with or without an autoscaler; the dashboard has them only as text. Pending placement groups
+        are not included: Ray merges groups of the same shape.
         """
         text = str(self._get("/api/cluster_status?format=1")["data"].get("clusterStatus") or "")
         return [
             {"shape": ast.literal_eval(shape), "count": int(number), "grouped": int(grouped or 0)}
-            for shape, number, grouped in _WAITS.findall(text)
+            for shape, number, grouped in _PENDING.findall(text)
         ]
 
     def actors(self) -> list[dict[str, Any]]:
-        """Actors that are not dead: class, state, shape, job (Ray's own id of it)."""
+        """Actors that are not dead: class, state, shape, job (Ray's id)."""
         return [
             {
                 "class": item.get("class_name") or "",
@@ -201,7 +203,7 @@ class RayApi:
                 "shape": item.get("required_resources") or {},
                 "job": item.get("job_id") or "",
             }
-            for item in self._listed("actors", "DEAD")
+            for item in self._list("actors", "DEAD")
         ]
 
     def groups(self) -> list[dict[str, Any]]:
@@ -213,23 +215,23 @@ class RayApi:
                 "bundles": [bundle.get("unit_resources") or {} for bundle in item.get("bundles") or []],
                 "job": item.get("creator_job_id") or "",
             }
-            for item in self._listed("placement_groups", "REMOVED")
+            for item in self._list("placement_groups", "REMOVED")
         ]
 
-    def _listed(self, kind: str, but: str) -> list[dict[str, Any]]:
-        """What Ray's state API has of a kind, but for those in this state."""
+    def _list(self, kind: str, excluded_state: str) -> list[dict[str, Any]]:
+        """The objects of a kind in Ray's state API, except those in this state."""
         query = {
             "detail": 1,
             "limit": 10_000,
             "filter_keys": "state",
             "filter_predicates": "!=",
-            "filter_values": but,
+            "filter_values": excluded_state,
         }
         found = self._get(f"/api/v0/{kind}?{urlencode(query)}", timeout=60)["data"]["result"]["result"]
         return list(found)
 
     def log(self, ip: str, name: str) -> bytes:
-        """A whole log file of the node with this address; nothing where it has none of that name."""
+        """The content of a log file on the node with this address; empty if it does not exist."""
         query = urlencode({"node_ip": ip, "filename": name, "lines": -1})
         try:
             status, content = self._call("GET", f"/api/v0/logs/file?{query}", timeout=60)
@@ -259,15 +261,16 @@ class RayApi:
         return _job(self._parse(content))
 
     def submit(self, entrypoint: str, job_id: str, runtime_env: dict[str, Any], shown: str = "") -> str:
-        """Hands a job to Ray. Waits a little for a head whose job agent is not up yet: it has no effect before. shown: the
-        command as the user gave it, where the entrypoint has more."""
+        """Submits a job. Retries for a minute while the head's job agent starts; a rejected request has no effect.
+
+        shown: the user's command, if the entrypoint has more."""
         request: dict[str, Any] = {
             "entrypoint": entrypoint,
             "submission_id": job_id,
             "runtime_env": runtime_env,
         }
         if shown and shown != entrypoint:
-            request["metadata"] = {_SHOWN: shown}
+            request["metadata"] = {_COMMAND_KEY: shown}
         deadline = time.monotonic() + 60
         while True:
             status, content = self._call("POST", "/api/jobs/", request, timeout=120)
@@ -279,7 +282,7 @@ class RayApi:
             raise self._refused("submit", status, content)
 
     def stop(self, job_id: str) -> bool:
-        """Asks Ray to stop the job; False: it had ended already."""
+        """Requests that Ray stop the job; False: it had ended."""
         self.job(job_id)
         status, content = self._call("POST", f"/api/jobs/{quote(job_id, safe='')}/stop", b"")
         if status != 200:
@@ -290,7 +293,7 @@ class RayApi:
         return self._call("GET", f"/api/packages/gcs/{quote(name)}")[0] == 200
 
     def upload(self, name: str, path: Path, progress: Any = None) -> None:
-        """Puts a zip where the nodes of the cluster find it; progress(sent, total) in bytes."""
+        """Uploads a zip to Ray's package storage; progress(sent, total) in bytes."""
         with open(path, "rb") as stream:
             body = _Upload(stream, path.stat().st_size, progress)
             status, content = self._call("PUT", f"/api/packages/gcs/{quote(name)}", body, timeout=600)
@@ -300,11 +303,11 @@ class RayApi:
     def output(
         self, job_id: str, *, follow: bool = True, poll: Callable[[], object] = bool
     ) -> Iterator[bytes]:
-        """A job's output from its first byte, as it is written; ends after the last byte of an ended job. poll: called now
-        and then while the job runs; what it raises ends this.
+        """A job's output from its first byte, as it is written, until the job's end. poll: called repeatedly while the job
+        runs; its exceptions end the iteration.
 
-        Lines that Ray writes into the file are left out. Ray's own tail looks once a second and may miss what is written in its last second; this reads the raw file
-        through Ray's log service and, when the job has ended, once more to its very end.
+        Lines of Ray are removed. Ray's own tail polls once a second and may miss the last output. So this reads the raw file
+        through Ray's log service and, after the job's end, once more from there to its end.
         """
         job = self.job(job_id)
         if job["kind"] == "driver":
@@ -313,48 +316,48 @@ class RayApi:
                 cause="it is a driver that was not started as a job",
                 code=Code.RAY_NO_OUTPUT,
             )
-        own = OwnOutput(job_id, job["ran"])
-        seen, asked, pause = 0, time.monotonic(), 0.05
+        output = JobOutput(job_id, job["ran"])
+        seen, polled, pause = 0, time.monotonic(), 0.05
         reader: _Reader | None = None
         try:
             while follow and job["status"] not in FINAL:
                 poll()
-                if job["node_id"] and (reader is None or reader.over):
+                if job["node_id"] and (reader is None or reader.has_ended):
                     reader = _Reader(self, job, seen)
                 for chunk in reader.take(pause) if reader else ():
                     seen += len(chunk)
-                    if mine := own.feed(chunk):
-                        yield mine
-                if reader is None or reader.over:
-                    time.sleep(pause)  # the file is not there yet
-                if time.monotonic() - asked >= pause:
-                    job, asked, pause = self.job(job_id), time.monotonic(), min(0.5, pause * 1.3)
+                    if data := output.feed(chunk):
+                        yield data
+                if reader is None or reader.has_ended:
+                    time.sleep(pause)  # the file does not exist yet
+                if time.monotonic() - polled >= pause:
+                    job, polled, pause = self.job(job_id), time.monotonic(), min(0.5, pause * 1.3)
         finally:
             if reader:
                 reader.close()
-        for chunk in self._whole(job, seen):
-            if mine := own.feed(chunk):
-                yield mine
-        if mine := own.close():
-            yield mine
+        for chunk in self._read_log(job, seen):
+            if data := output.feed(chunk):
+                yield data
+        if data := output.close():
+            yield data
 
     def _log_query(self, job: dict[str, Any], **more: Any) -> str:
         name = f"job-driver-{job['id']}.log"
         return urlencode({"node_id": job["node_id"], "filename": name, "lines": -1, **more})
 
-    def _whole(self, job: dict[str, Any], skip: int) -> Iterator[bytes]:
-        """The file from byte `skip` to its end."""
-        words = (job["message"].rstrip("\n") + "\n").encode() if job["message"] and skip == 0 else b""
+    def _read_log(self, job: dict[str, Any], skip: int) -> Iterator[bytes]:
+        """The job's log from byte `skip` to its end; Ray's message if the job failed without a log."""
+        message = (job["message"].rstrip("\n") + "\n").encode() if job["message"] and skip == 0 else b""
         if not job["node_id"]:
-            if job["status"] in FINAL and words:
-                yield words
+            if job["status"] in FINAL and message:
+                yield message
             return
         connection = self._connect(60)
         try:
             connection.request("GET", f"/api/v0/logs/file?{self._log_query(job)}", headers=self._headers())
             answer = connection.getresponse()
-            if answer.status != 200 and job["status"] == "FAILED" and words:
-                yield words  # it failed before it had a log
+            if answer.status != 200 and job["status"] == "FAILED" and message:
+                yield message
             while answer.status == 200 and (chunk := answer.read1(1 << 20)):
                 yield from (chunk[skip:],) if len(chunk) > skip else ()
                 skip = max(0, skip - len(chunk))
@@ -365,8 +368,7 @@ class RayApi:
 
 
 class _Reader:
-    """Reads a growing log in a thread of its own: a read that waits for the next word must not keep us from asking
-    whether the job has ended."""
+    """Reads a growing log in a thread, so that a blocked read does not delay the next check of the job's state."""
 
     def __init__(self, api: RayApi, job: dict[str, Any], skip: int) -> None:
         self.chunks: queue.Queue[bytes] = queue.Queue(maxsize=64)
@@ -378,11 +380,11 @@ class _Reader:
         self.thread.start()
 
     @property
-    def over(self) -> bool:
+    def has_ended(self) -> bool:
         return not self.thread.is_alive() and self.chunks.empty()
 
     def _read(self, path: str, headers: dict[str, str], skip: int) -> None:
-        with contextlib.suppress(OSError, http.client.HTTPException, AttributeError, ValueError, NoAnswer):
+        with contextlib.suppress(OSError, http.client.HTTPException, AttributeError, ValueError, NoResponse):
             connection = self.api._connect(3600)
             self.socket = connection.sock
             connection.request("GET", path, headers=headers)
@@ -393,7 +395,7 @@ class _Reader:
                 skip = max(0, skip - len(chunk))
 
     def take(self, seconds: float) -> Iterator[bytes]:
-        """What has come, waiting so long at most for the first of it."""
+        """The chunks so far. Waits at most `seconds` for the first one."""
         with contextlib.suppress(queue.Empty):
             yield self.chunks.get(timeout=seconds)
             while True:
@@ -401,7 +403,7 @@ class _Reader:
 
     def close(self) -> None:
         self.closed = True
-        with contextlib.suppress(queue.Empty):  # a reader that waits for room must see that it is over
+        with contextlib.suppress(queue.Empty):  # the thread may wait for space in the queue
             while True:
                 self.chunks.get_nowait()
         if self.socket:
@@ -413,7 +415,7 @@ class _Reader:
 
 
 class _Upload:
-    """A file that http.client reads block by block, telling how far it is."""
+    """A file that http.client reads in blocks, with progress."""
 
     def __init__(self, stream: Any, size: int, progress: Any) -> None:
         self.stream, self.size, self.progress, self.sent = stream, size, progress, 0
@@ -434,20 +436,20 @@ def _job(item: dict[str, Any]) -> dict[str, Any]:
         "id": item.get("submission_id") or item.get("job_id"),
         "kind": "driver" if item.get("type") == "DRIVER" else "job",
         "status": item.get("status"),
-        "entrypoint": (item.get("metadata") or {}).get(_SHOWN) or item.get("entrypoint"),
+        "entrypoint": (item.get("metadata") or {}).get(_COMMAND_KEY) or item.get("entrypoint"),
         "started": started / 1000 if started else None,
         "seconds": round(seconds, 3) if seconds is not None else None,
         "exit_code": 128 - code if code is not None and code < 0 else code,
         "message": item.get("message") or "",
         "node_id": item.get("driver_node_id"),
-        "ran": item.get("entrypoint"),  # what Ray runs; `entrypoint` is the command as it was given
-        "pid": (item.get("driver_info") or {}).get("pid"),  # of a driver; Ray has it as text
-        "ray_id": item.get("job_id"),  # what its actors and tasks call it
+        "ran": item.get("entrypoint"),  # Ray's entrypoint; `entrypoint` above is the user's command
+        "pid": (item.get("driver_info") or {}).get("pid"),  # of a driver, as text
+        "ray_id": item.get("job_id"),  # the id in its actors and tasks
     }
 
 
 def _totals(resources: dict[str, float]) -> dict[str, list[float]]:
-    """Ray's dashboard spells some of its own resources in camel case; its users know the other spelling."""
+    """The total resources. Ray's dashboard has camel case for some names; the Python API has snake case."""
     names = {"objectStoreMemory": "object_store_memory"}
     shown = {
         names.get(name, name): total for name, total in resources.items() if not name.startswith("node:")
@@ -457,14 +459,14 @@ def _totals(resources: dict[str, float]) -> dict[str, list[float]]:
 
 def _usage(text: str) -> dict[str, tuple[float, float, float]]:
     """`1.0/4.0 CPU (0.5 used of 1.0 reserved in placement groups)` and `0B/15.9GiB memory`, a line each ->
-    {name: (used, total, held by placement groups and idle)}."""
+    {name: (used, total, idle in placement groups)}."""
     found = {}
     for line in text.splitlines():
         if match := _USED.match(line.strip()):
-            words = match.groups()
-            used, total = _number(*words[0:2]), _number(*words[2:4])
-            held = _number(*words[7:9]) - _number(*words[5:7]) if words[5] else 0.0
-            found[str(words[4])] = (used, total, held)
+            parts = match.groups()
+            used, total = _number(*parts[0:2]), _number(*parts[2:4])
+            held = _number(*parts[7:9]) - _number(*parts[5:7]) if parts[5] else 0.0
+            found[str(parts[4])] = (used, total, held)
     return found
 
 
@@ -473,8 +475,8 @@ def _number(text: str | Any, unit: str | Any) -> float:
 
 
 def _host(node: dict[str, Any]) -> dict[str, Any]:
-    """at: when it was looked at. cpu: percent of all cores. memory: [used, total] of what Ray watches, the container's or
-    the machine's. None: not known yet."""
+    """Metrics of a host. at: their time. cpu: percent of all cores. memory: [used, total] of the container or the host.
+    None: not known yet."""
     memory = node.get("mem")
     return {
         "at": node.get("now"),

@@ -1,8 +1,8 @@
-"""Connections to a head's dashboard through the hub of the head's agent, on every backend whose nodes run our agent.
+"""Connections to a head's dashboard through the hub of the head's agent, on every backend whose nodes run the agent.
 
-Both sides prove that they know the cluster's secret before a request is sent (`agent/hub.py` is the other end). The secret
-does not travel: the head's agent adds the token to the request, on its own host. No local port is opened, so no other user of
-this computer can use the connection.
+Both sides prove that they know the cluster's secret before a request is sent (`agent/hub.py` is the server). The secret is
+not sent: the head's agent adds the token to the request on its host. No local port is opened, so no other user of this host
+can use the connection.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CHUNK = 1 << 16
 
 
 class Connection(Protocol):
-    """What is used of a socket."""
+    """The methods of a socket that this module uses."""
 
     def recv(self, size: int, /) -> bytes: ...
     def sendall(self, data: bytes, /) -> None: ...
@@ -42,13 +42,13 @@ def dialer(
     secret: str,
     context: Callable[[], ssl.SSLContext] | None = None,
 ) -> Callable[[float], socket.socket]:
-    """Opens connections through that hub. `forward` says where a port of the head's network is reached from here.
+    """A function that opens connections through that hub. forward: maps an address of the head's network to a local one.
 
-    `context`: for a hub that speaks TLS, whose certificate must be for its own address, whatever address leads to it."""
+    context: for a hub with TLS. Its certificate must be for the hub's own address, not for the forwarded one."""
 
     def dial_hub(timeout: float) -> socket.socket:
-        place = forward(hub["ip"], int(hub["port"]))
-        return dial(*place, secret, timeout, context() if context else None, hub["ip"])
+        address = forward(hub["ip"], int(hub["port"]))
+        return dial(*address, secret, timeout, context() if context else None, hub["ip"])
 
     return dial_hub
 
@@ -67,12 +67,17 @@ def dial(
     try:
         if context:
             connection = Encrypted(plain, context, name)
-        mine = secrets.token_hex(16)
-        challenge = str(_line(connection)["challenge"])
-        hello = {"node": NAME, "relay": True, "challenge": mine, "proof": _proof(secret, "client", challenge)}
+        own_challenge = secrets.token_hex(16)
+        challenge = str(_read_line(connection)["challenge"])
+        hello = {
+            "node": NAME,
+            "relay": True,
+            "challenge": own_challenge,
+            "proof": _make_proof(secret, "client", challenge),
+        }
         connection.sendall(json.dumps(hello).encode() + b"\n")
-        proof = str(_line(connection).get("proof")).encode("utf-8", "backslashreplace")
-        if not hmac.compare_digest(proof, _proof(secret, "head", mine).encode()):
+        proof = str(_read_line(connection).get("proof")).encode("utf-8", "backslashreplace")
+        if not hmac.compare_digest(proof, _make_proof(secret, "head", own_challenge).encode()):
             raise HeliostatError("another cluster answers at the head's address", details=f"{ip}:{port}")
     except (OSError, ValueError, KeyError, RecursionError) as error:
         plain.close()
@@ -83,12 +88,12 @@ def dial(
     return plain if connection is plain else _bridge(connection)
 
 
-def _proof(secret: str, side: str, challenge: str) -> str:
+def _make_proof(secret: str, side: str, challenge: str) -> str:
     return hmac.new(secret.encode(), f"{side} {challenge} {NAME}".encode(), hashlib.sha256).hexdigest()
 
 
-def _line(connection: Connection) -> dict[str, Any]:
-    """One line, byte by byte: what follows it is not part of the proof."""
+def _read_line(connection: Connection) -> dict[str, Any]:
+    """One JSON line, read byte by byte: the bytes after it belong to the HTTP connection."""
     data = b""
     while not data.endswith(b"\n"):
         byte = connection.recv(1)
@@ -102,7 +107,7 @@ def _line(connection: Connection) -> dict[str, Any]:
 
 
 class Encrypted:
-    """TLS over a connected socket. One thread may read while another writes, which an `SSLSocket` does not allow."""
+    """TLS over a connected socket. One thread may read while another one writes, unlike with `SSLSocket`."""
 
     def __init__(self, plain: Connection, context: ssl.SSLContext, name: str) -> None:
         import ssl
@@ -115,12 +120,12 @@ class Encrypted:
         while not self._step(self._tls.do_handshake):
             self._fill()
 
-    def _step(self, do: Callable[[], object]) -> bool:
-        """Does it and sends what comes of it. False: the other side has to send more first."""
-        with self._writing:  # what is encrypted first is sent first
+    def _step(self, operation: Callable[[], object]) -> bool:
+        """Runs a TLS operation and sends its output. False: it needs more data from the peer."""
+        with self._writing:  # records must be sent in the order of their encryption
             try:
                 with self._state:
-                    do()
+                    operation()
                 return True
             except self._wants_more:
                 return False
@@ -143,37 +148,37 @@ class Encrypted:
                 self._fill()
 
     def sendall(self, data: bytes, /) -> None:
-        rest = memoryview(data)
+        unsent = memoryview(data)
 
-        def some() -> None:
-            nonlocal rest
-            rest = rest[self._tls.write(rest) :]
+        def write_some() -> None:
+            nonlocal unsent
+            unsent = unsent[self._tls.write(unsent) :]
 
-        while rest:
-            self._step(some)
+        while unsent:
+            self._step(write_some)
 
     def shutdown(self, how: int, /) -> None:
-        """Ends the whole connection: the other side takes the end of one direction for the end of both."""
+        """Ends the connection in both directions: the peer treats the end of one as the end of both."""
         with contextlib.suppress(OSError):
             self._step(self._tls.unwrap)
         self._plain.shutdown(how)
 
 
-def _bridge(far: Connection) -> socket.socket:
-    """A socket whose bytes go through the encrypted connection, both ways, until both sides have ended."""
-    near, ours = socket.socketpair()
-    far.settimeout(None)
+def _bridge(encrypted: Connection) -> socket.socket:
+    """A socket that is connected to the encrypted connection, in both directions, until both sides have ended."""
+    returned, ours = socket.socketpair()
+    encrypted.settimeout(None)
 
-    def carry() -> None:
-        back = threading.Thread(target=_pipe, args=(far, ours), daemon=True)
-        back.start()
-        _pipe(ours, far)
-        back.join()
+    def copy_both_ways() -> None:
+        incoming = threading.Thread(target=_pipe, args=(encrypted, ours), daemon=True)
+        incoming.start()
+        _pipe(ours, encrypted)
+        incoming.join()
         ours.close()
-        far.close()
+        encrypted.close()
 
-    threading.Thread(target=carry, daemon=True).start()
-    return near
+    threading.Thread(target=copy_both_ways, daemon=True).start()
+    return returned
 
 
 def _pipe(source: Connection, target: Connection) -> None:

@@ -1,7 +1,7 @@
-"""A machine over ssh, by the person's own ssh: their configuration, agent, keys, jump hosts and known hosts.
+"""A host over ssh, with the user's ssh program: their configuration, agent, keys, jump hosts and known hosts.
 
-One connection is shared by all commands (ControlMaster) unless their configuration already does so. Nothing asks for a
-password: BatchMode. The far side needs a shell and the usual Unix programs, nothing of ours.
+All commands share one connection (ControlMaster), unless the user's configuration sets that up. BatchMode prevents password
+prompts. The host needs a shell and the usual Unix programs, and no part of Heliostat.
 """
 
 from __future__ import annotations
@@ -31,27 +31,29 @@ from heliostat.remote.transport import Completed, Local
 from heliostat.state.ownership import find_unsafe
 
 CONNECT_S = 10
-ALIVE_S = 5  # three times without an answer, and the connection is given up
-OPENING = 8  # connections to one sshd that are not logged in yet; its MaxStartups drops some from the 10th on
-OPENING_S = 3.0  # after that a connection counts as open, whatever its command does
-TRIES = 6  # of a connection that sshd closes before it says who it is
+ALIVE_S = 5  # between two keepalives; ssh closes the connection after three without a reply
+MAX_OPENING = (
+    8  # connections to one sshd that are not logged in yet; its MaxStartups drops some from the 10th on
+)
+OPENING_S = 3.0  # after this time a connection counts as logged in
+ATTEMPTS = 6  # to connect while sshd closes the connection before its identification
 BUSY = re.compile(r"(kex|ssh)_exchange_identification|not allowed at this time", re.IGNORECASE)
-# behind a jump host, what happened there is followed by the same words
+# behind a jump host, ssh prints the same line after the actual error
 NOT_BUSY = re.compile(
     r"permission denied|forwarding failed|open failed|verification failed|could not resolve|timed out|refused|no route",
     re.IGNORECASE,
 )
-LONGEST = 104 - 60  # a socket's path, less the name that ssh gives it
+MAX_SOCKET_DIR = 104 - 60  # maximum length of a socket's path, less that of ssh's file name
 UNIX = sys.platform != "win32"
-# what ssh prints: our code and a hint
+# part of ssh's message -> our code and a hint
 HINTS = {
     "identification has changed": (
         Code.SSH_HOST_KEY,
-        "if your site says why: ssh-keygen -R {target}, then ssh {target} once by hand",
+        "if its administrator confirms the change: ssh-keygen -R {target}, then ssh {target} once by hand",
     ),
     "host key verification failed": (
         Code.SSH_HOST_KEY,
-        "ssh {target} once by hand, and compare the key it shows with your site's",
+        "ssh {target} once by hand, and compare the key with the one that its administrator publishes",
     ),
     "permission denied": (
         Code.SSH_AUTHENTICATION,
@@ -59,34 +61,34 @@ HINTS = {
     ),
     "could not resolve": (
         Code.SSH_UNKNOWN_HOST,
-        "is `{target}` right? ssh -G {target} shows what your ~/.ssh/config makes of it",
+        "check the name `{target}`: ssh -G {target} shows the settings of your ~/.ssh/config",
     ),
-    "connection refused": (Code.SSH_UNREACHABLE, "does an ssh server run there, on that port?"),
-    "timed out": (Code.SSH_UNREACHABLE, "can this machine reach it? ssh {target}"),
-    "no route to host": (Code.SSH_UNREACHABLE, "can this machine reach it? ssh {target}"),
+    "connection refused": (Code.SSH_UNREACHABLE, "check that an ssh server listens on that port"),
+    "timed out": (Code.SSH_UNREACHABLE, "check the network from this host: ssh {target}"),
+    "no route to host": (Code.SSH_UNREACHABLE, "check the network from this host: ssh {target}"),
     "bad configuration option": (Code.SSH_CONFIGURATION, "ssh -G {target} reads the same configuration"),
 }
 
 
-def connect(words: Sequence[str]) -> Ssh:
-    """The machine that these words reach (`ssh -p 2222 zinc`); none: this one. One object a machine, so one connection."""
-    key = tuple(words)
-    if key not in _known:  # several threads may ask for one machine
-        _known.setdefault(key, Ssh(key[-1], key[1:-1]) if key else Here())
-    return _known[key]
+def connect(argv: Sequence[str]) -> Ssh:
+    """The host of this command (`ssh -p 2222 zinc`); without arguments, this host. One object per host shares a connection."""
+    key = tuple(argv)
+    if key not in _hosts:  # several threads may request one host
+        _hosts.setdefault(key, Ssh(key[-1], key[1:-1]) if key else ThisHost())
+    return _hosts[key]
 
 
 class Ssh:
-    """`target` and `options` are what one would type after `ssh`."""
+    """A host over ssh; `target` and `options` are arguments of `ssh`."""
 
     def __init__(self, target: str, options: Sequence[str] = ()) -> None:
         self.target, self.options = target, list(options)
-        self._sshd = target  # what this machine connects to: the first jump host, or the target
+        self._sshd = target  # the first jump host, or the target
         self._forwards: dict[tuple[str, int], tuple[str, int]] = {}
 
     @functools.cached_property
     def command(self) -> list[str]:
-        """ssh and its options. Whoever shares connections already goes on as they do."""
+        """ssh and its options. Keeps a ControlPath of the user's configuration."""
         base = [
             "ssh",
             *self.options,
@@ -99,55 +101,57 @@ class Ssh:
         ]
         shown = Local().run(["ssh", *self.options, "-G", self.target], timeout=20)
         if shown.code != 0:
-            raise self._lost(shown)
-        said = dict(line.partition(" ")[::2] for line in shown.out.splitlines())
-        self._sshd = _first_hop(said, self.target)
-        if said.get("controlpath", "none") != "none" or not UNIX:  # Windows' ssh cannot share
+            raise self._ssh_error(shown)
+        settings = dict(line.partition(" ")[::2] for line in shown.out.splitlines())
+        self._sshd = _first_hop(settings, self.target)
+        if settings.get("controlpath", "none") != "none" or not UNIX:  # ssh on Windows has no ControlMaster
             return base
-        sockets = _sockets()
+        sockets = _socket_dir()
         if sockets is None:
             return base
         share = ["ControlMaster=auto", "ControlPersist=60", f"ControlPath={sockets}/%C"]
-        return [*base, *(word for option in share for word in ("-o", option))]
+        return [*base, *(argument for option in share for argument in ("-o", option))]
 
-    def _words(self, argv: Sequence[str], mark: str) -> list[str]:
-        """In a login bash: a scheduler's commands are often found only there. What its start files print comes before
-        the mark. The person's own shell may be any, and sees one plain word: fish and csh read quotes in ways of their own."""
-        script = f'set -- {quote(argv)}; cd; echo {mark}; exec "$@"'
-        coded = base64.b64encode(script.encode()).decode()
-        return [*self.command, "--", self.target, f"bash -lc 'eval \"$(echo {coded} | base64 -d)\"'"]
+    def _remote_argv(self, argv: Sequence[str], marker: str) -> list[str]:
+        """The ssh command that runs argv in a login bash, where PATH has the scheduler's commands.
+
+        The marker separates the output of the shell's start files. The script is base64, because the user's login shell
+        parses the line, and fish and csh quote differently."""
+        script = f'set -- {quote(argv)}; cd; echo {marker}; exec "$@"'
+        encoded = base64.b64encode(script.encode()).decode()
+        return [*self.command, "--", self.target, f"bash -lc 'eval \"$(echo {encoded} | base64 -d)\"'"]
 
     def run(self, argv: Sequence[str], *, input: bytes = b"", timeout: float) -> Completed:
-        mark = f"heliostat-{secrets.token_hex(8)}"
-        words = self._words(argv, mark)
-        for attempt in range(1, TRIES + 1):
-            with _opening(self._sshd, OPENING) if attempt == 1 else _opening(f"{self._sshd} again", 1):
-                done = Local().run(words, input=input, timeout=timeout + CONNECT_S)
-            before, found, out = done.out.partition(f"{mark}\n")
-            if found or attempt == TRIES or not BUSY.search(done.err) or NOT_BUSY.search(done.err):
+        marker = f"heliostat-{secrets.token_hex(8)}"
+        remote_argv = self._remote_argv(argv, marker)
+        for attempt in range(1, ATTEMPTS + 1):
+            with _opening(self._sshd, MAX_OPENING) if attempt == 1 else _opening(f"{self._sshd} again", 1):
+                done = Local().run(remote_argv, input=input, timeout=timeout + CONNECT_S)
+            before, found, out = done.out.partition(f"{marker}\n")
+            if found or attempt == ATTEMPTS or not BUSY.search(done.err) or NOT_BUSY.search(done.err):
                 break
-            time.sleep(random.uniform(0.5, 1) * min(attempt, 2))  # nothing has run there: sshd was too busy
-        if not found:  # ssh did not get there, or the login shell did not get to our words
-            raise self._lost(replace(done, err=done.err if done.err.strip() else before))
+            time.sleep(random.uniform(0.5, 1) * min(attempt, 2))  # sshd was busy, and nothing has run
+        if not found:  # ssh failed, or the login shell ended before our script
+            raise self._ssh_error(replace(done, err=done.err if done.err.strip() else before))
         return Completed(tuple(argv), done.code, out, done.err)
 
     @contextlib.contextmanager
-    def talk(self, argv: Sequence[str]) -> Iterator[Talk]:
-        """A program there with which one speaks line by line. The end of the block is the end of its input, and its own."""
-        mark = f"heliostat-{secrets.token_hex(8)}"
+    def open_session(self, argv: Sequence[str]) -> Iterator[LineSession]:
+        """Runs a program on the host and exchanges lines with it. The end of the block closes its input and ends it."""
+        marker = f"heliostat-{secrets.token_hex(8)}"
         process = subprocess.Popen(
-            self._words(argv, mark),
+            self._remote_argv(argv, marker),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is meant for us: what is said afterwards counts
+            start_new_session=True,  # Ctrl-C must not end it before the cleanup has used it
         )
         assert process.stdin and process.stdout
-        talk = Talk(process.stdin, process.stdout)
+        session = LineSession(process.stdin, process.stdout)
         try:
-            while (line := talk.hear()) is not None and line != mark:
+            while (line := session.read_line()) is not None and line != marker:
                 pass
-            yield talk
+            yield session
         finally:
             with contextlib.suppress(OSError):
                 process.stdin.close()
@@ -158,14 +162,14 @@ class Ssh:
                 process.wait()
             process.stdout.close()
 
-    def _lost(self, done: Completed) -> HeliostatError:
-        words = [line.strip() for line in done.err.splitlines() if line.strip()]
-        text = "\n".join(words).lower()
-        known = (found for word, found in HINTS.items() if word in text)
+    def _ssh_error(self, done: Completed) -> HeliostatError:
+        lines = [line.strip() for line in done.err.splitlines() if line.strip()]
+        text = "\n".join(lines).lower()
+        known = (found for part, found in HINTS.items() if part in text)
         code, hint = next(known, (Code.SSH_FAILED, "ssh {target}"))
         return HeliostatError(
             f"could not reach `{self.target}` over ssh",
-            cause=words[-1] if words else f"ssh ended with code {done.code}",
+            cause=lines[-1] if lines else f"ssh ended with code {done.code}",
             hint=hint.format(target=self.target),
             code=code,
         )
@@ -175,7 +179,9 @@ class Ssh:
         done = self.run(["sh", "-c", 'printf %s "$HOME"'], timeout=30)
         if done.code or not done.out.startswith("/"):
             raise HeliostatError(
-                f"`{self.target}` has no home folder for us", details=done.saw(), code=Code.SSH_FAILED
+                f"could not find your home directory on `{self.target}`",
+                details=done.describe(),
+                code=Code.SSH_FAILED,
             )
         return Path(done.out)
 
@@ -187,7 +193,7 @@ class Ssh:
             return b""
 
     def put(self, path: Path, data: bytes, mode: int = 0o600) -> None:
-        """The file appears whole or not at all; its folder is made."""
+        """Writes the file completely or not at all, and makes its directory."""
         script = (
             'umask 077; d=$(dirname -- "$1"); mkdir -p -- "$d" && cat > "$1.$$" && '
             'chmod "$2" "$1.$$" && mv -f -- "$1.$$" "$1" || { rm -f -- "$1.$$"; exit 1; }'
@@ -201,28 +207,28 @@ class Ssh:
             )
 
     def forward(self, host: str, port: int) -> tuple[str, int]:
-        """(host, port) here whose connections come out at host:port as `target` sees it, while this process lives. Each is
-        an `ssh -W`: nothing listens on the far side, and nothing stays there."""
+        """(host, port) on this host that is forwarded to host:port of the target's network while this process runs.
+
+        Each connection is an `ssh -W`: nothing listens or remains on the target."""
         key = (host, port)
         if key not in self._forwards:
             listener = socket.create_server(("127.0.0.1", 0), backlog=64)
-            there = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-            threading.Thread(target=self._accept, args=(listener, there), daemon=True).start()
+            address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+            threading.Thread(target=self._accept, args=(listener, address), daemon=True).start()
             self._forwards[key] = ("127.0.0.1", listener.getsockname()[1])
         return self._forwards[key]
 
-    def _accept(self, listener: socket.socket, there: str) -> None:
+    def _accept(self, listener: socket.socket, address: str) -> None:
         while True:
             with contextlib.suppress(OSError):
                 client, _ = listener.accept()
-                threading.Thread(target=self._carry, args=(client, there), daemon=True).start()
+                threading.Thread(target=self._forward_connection, args=(client, address), daemon=True).start()
 
-    def _carry(self, client: socket.socket, there: str) -> None:
-        """One connection: ssh has the socket itself as its standard input and output. On Windows a socket is no file, and
-        the bytes go through us."""
+    def _forward_connection(self, client: socket.socket, address: str) -> None:
+        """Runs ssh with the socket as its standard input and output. On Windows a socket is not a file: copies the bytes."""
         with client:
             process = subprocess.Popen(
-                [*self.command, "-W", there, "--", self.target],
+                [*self.command, "-W", address, "--", self.target],
                 stdin=client.fileno() if UNIX else subprocess.PIPE,
                 stdout=client.fileno() if UNIX else subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -232,29 +238,31 @@ class Ssh:
         process.wait()
 
 
-class Talk:
+class LineSession:
+    """A running program, with lines as messages."""
+
     def __init__(self, stdin: IO[bytes], stdout: IO[bytes]) -> None:
         self._stdin, self._stdout = stdin, stdout
 
-    def say(self, line: str) -> None:
-        with contextlib.suppress(OSError):  # whoever is gone is not heard either
+    def send_line(self, line: str) -> None:
+        with contextlib.suppress(OSError):  # read_line reports the end
             self._stdin.write(line.encode() + b"\n")
             self._stdin.flush()
 
-    def hear(self) -> str | None:
-        """The next line; None: it has ended, or the connection has."""
+    def read_line(self) -> str | None:
+        """The next line; None: the program or the connection has ended."""
         line = self._stdout.readline()
         return line[:-1].decode("utf-8", "replace") if line.endswith(b"\n") else None
 
 
-class Here(Ssh):
-    """This machine, as if it were another: the same words, in the home."""
+class ThisHost(Ssh):
+    """This host with the interface of Ssh; commands run in the home directory."""
 
     def __init__(self) -> None:
         super().__init__("this machine")
 
-    def _words(self, argv: Sequence[str], mark: str) -> list[str]:
-        return ["sh", "-c", f'cd; echo {mark}; exec "$@"', "sh", *argv]
+    def _remote_argv(self, argv: Sequence[str], marker: str) -> list[str]:
+        return ["sh", "-c", f'cd; echo {marker}; exec "$@"', "sh", *argv]
 
     def run(self, argv: Sequence[str], *, input: bytes = b"", timeout: float) -> Completed:
         return Local().run(["sh", "-c", 'cd && exec "$@"', "sh", *argv], input=input, timeout=timeout)
@@ -263,12 +271,12 @@ class Here(Ssh):
         return host, port
 
 
-_known: dict[tuple[str, ...], Ssh] = {}
+_hosts: dict[tuple[str, ...], Ssh] = {}
 _slots: dict[str, threading.Semaphore] = {}
 
 
 def _first_hop(configuration: dict[str, str], target: str) -> str:
-    """The sshd that a connection begins at, of what `ssh -G` prints."""
+    """The first sshd on the route to the target, from the output of `ssh -G`."""
     for key in ("proxyjump", "proxycommand"):
         value = configuration.get(key, "none")
         if value != "none":
@@ -278,7 +286,7 @@ def _first_hop(configuration: dict[str, str], target: str) -> str:
 
 @contextlib.contextmanager
 def _opening(sshd: str, limit: int) -> Iterator[None]:
-    """Waits while so many connections to this sshd are being opened: it would drop some of them."""
+    """Waits while `limit` connections to this sshd are being opened: sshd would drop further ones."""
     slot = _slots.setdefault(sshd, threading.Semaphore(limit))
     slot.acquire()
     once = threading.Lock()
@@ -298,16 +306,16 @@ def _opening(sshd: str, limit: int) -> Iterator[None]:
 
 
 def _pump(client: socket.socket, stdin: IO[bytes], stdout: IO[bytes]) -> None:
-    """Until both sides have ended."""
+    """Copies bytes in both directions until both sides have ended."""
 
-    def back() -> None:
+    def copy_output() -> None:
         with contextlib.suppress(OSError):
             while data := os.read(stdout.fileno(), 1 << 16):
                 client.sendall(data)
         with contextlib.suppress(OSError):
             client.shutdown(socket.SHUT_WR)
 
-    thread = threading.Thread(target=back, daemon=True)
+    thread = threading.Thread(target=copy_output, daemon=True)
     thread.start()
     with contextlib.suppress(OSError):
         while data := client.recv(1 << 16):
@@ -319,22 +327,24 @@ def _pump(client: socket.socket, stdin: IO[bytes], stdout: IO[bytes]) -> None:
     stdout.close()
 
 
-def _sockets() -> Path | None:
-    """A directory that only we can change, with a path that is short enough for a socket's: macOS has long ones for temporary
-    files. Whoever can put a socket there would be given every command and every file that we send. None: there is none, and
-    nothing is shared; another user can take our name in /tmp, but not keep us from working."""
+def _socket_dir() -> Path | None:
+    """A directory for ssh's sockets that only this user can change.
+
+    Its path must be short, unlike that of temporary files on macOS. A user who can create a socket there would receive all
+    commands and files. None: no such directory, for example because another user took the name in /tmp; then no connection
+    is shared."""
     name = f"heliostat-{os.getuid()}"
     parents = [os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), "/tmp", str(Path.home() / ".ssh")]
     for parent in parents:
-        if not parent or len(os.fsencode(parent)) + len(name) >= LONGEST:
+        if not parent or len(os.fsencode(parent)) + len(name) >= MAX_SOCKET_DIR:
             continue
-        place = Path(parent) / name
+        path = Path(parent) / name
         with contextlib.suppress(OSError):
             if find_unsafe(parent, shared=True) is None:
                 with contextlib.suppress(FileExistsError):
-                    place.mkdir(mode=0o700)
-                status = place.lstat()
-                private = stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077
-                if private and status.st_uid == os.getuid():
-                    return place
+                    path.mkdir(mode=0o700)
+                status = path.lstat()
+                is_private = stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077
+                if is_private and status.st_uid == os.getuid():
+                    return path
     return None

@@ -1,7 +1,7 @@
-"""A virtual environment as one archive, which the nodes unpack on their own disks.
+"""Packs a virtual environment into one archive, which the nodes unpack on their own disks.
 
-Importing Ray opens thousands of small files: from one shared disk, on a hundred nodes at once, that takes minutes. One
-large file is read quickly, or broadcast. It is packed once and used until something in the environment changes.
+Importing Ray opens thousands of small files, which takes minutes from one shared disk on a hundred nodes. One large file is
+read or broadcast quickly. It is packed once and reused until the environment changes.
 """
 
 from __future__ import annotations
@@ -22,41 +22,41 @@ from heliostat.common.errors import Code, HeliostatError, disk_code
 from heliostat.common.events import Emit, Event
 from heliostat.common.processes import process_start
 from heliostat.state.ownership import require_safe
-from heliostat.state.store import ClusterFolder, Store
+from heliostat.state.store import ClusterDirectory, Store
 
-BLOCK = 4096  # what a disk gives a file in
-TELL_S = 0.5
+BLOCK_BYTES = 4096  # disk space is allocated in blocks
+PROGRESS_INTERVAL_S = 0.5
 
 
 @dataclass(frozen=True)
 class Archive:
-    """Where the archive of this environment lies, or will. room: bytes that its copy needs on a node's disk."""
+    """The archive of an environment. path: its file, which may not exist yet. room: bytes of its copy on a node's disk."""
 
     path: Path
     venv: Path
     room: int
 
     def to_json(self) -> dict[str, Any]:
-        # programs in bin/ name their Python by the path that it was made under
+        # scripts in bin/ contain the path that the environment was created with
         paths = sorted({str(self.venv), os.path.realpath(self.venv)})
         return {"archive": str(self.path), "venv": str(self.venv), "paths": paths, "room": self.room}
 
 
-def look(venv: Path, cache: Path) -> Archive:
-    """By the names, sizes and times of all its files: one that was changed has another name."""
+def describe_archive(venv: Path, cache: Path) -> Archive:
+    """The archive of this environment. Its name depends on the names, sizes and times of all files."""
     digest, room = hashlib.sha256(), 0
-    for name, about in _walk(venv):
+    for name, status in _walk(venv):
         digest.update(
-            f"{name}\0{about.st_mode}\0{about.st_size}\0{about.st_mtime_ns}\n".encode(
+            f"{name}\0{status.st_mode}\0{status.st_size}\0{status.st_mtime_ns}\n".encode(
                 "utf-8", "surrogateescape"
             )
         )
-        room += -(-about.st_size // BLOCK) * BLOCK
+        room += -(-status.st_size // BLOCK_BYTES) * BLOCK_BYTES
     return Archive(cache / f"{_prefix(venv)}{digest.hexdigest()[:16]}.tar", venv, room)
 
 
 def pack(archive: Archive, store: Store, emit: Emit) -> None:
-    """Makes it unless it is there; then takes away what it replaces. Two clients at once make the same file twice."""
+    """Makes the archive unless it exists, then removes older ones. Two concurrent clients make the same file twice."""
     cache = archive.path.parent
     try:
         cache.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -69,7 +69,7 @@ def pack(archive: Archive, store: Store, emit: Emit) -> None:
             f"could not pack the environment `{archive.venv}`",
             cause=str(error),
             details=str(cache),
-            hint="free some space there, or leave out `environment.stage`",
+            hint="free some space there, or remove `environment.stage`",
             code=Code.DISK_FULL if disk_code(error) is Code.DISK_FULL else Code.ENVIRONMENT_PACK,
         ) from error
 
@@ -78,17 +78,17 @@ def _write(archive: Archive, emit: Emit) -> None:
     me = f"{secrets.token_hex(4)}.{os.getpid()}.{process_start(os.getpid())}.{socket.gethostname()}"
     draft = archive.path.with_name(f".{archive.path.stem}.{me}")
     emit(Event("note", f"packing {archive.venv}"))
-    done, told = 0, time.monotonic()
+    done, last_event = 0, time.monotonic()
     try:
-        # not compressed: unpacking on every node would cost more than reading it
+        # not compressed: decompression on every node would take longer than the read
         with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as stream:
             with tarfile.open(fileobj=stream, mode="w", format=tarfile.GNU_FORMAT) as tar:
-                for name, about in _walk(archive.venv):
-                    with contextlib.suppress(FileNotFoundError):  # gone since we looked
+                for name, status in _walk(archive.venv):
+                    with contextlib.suppress(FileNotFoundError):  # deleted since the walk
                         tar.add(archive.venv / name, name, recursive=False)
-                    done += about.st_size
-                    if time.monotonic() - told > TELL_S:
-                        told = time.monotonic()
+                    done += status.st_size
+                    if time.monotonic() - last_event > PROGRESS_INTERVAL_S:
+                        last_event = time.monotonic()
                         emit(Event("progress", "packing", None, {"bytes": done, "of_bytes": archive.room}))
         os.replace(draft, archive.path)
     finally:
@@ -96,15 +96,19 @@ def _write(archive: Archive, emit: Emit) -> None:
 
 
 def _walk(venv: Path) -> list[tuple[str, os.stat_result]]:
-    """(path below it, what it is) of all that an archive can hold; a folder is before what is in it."""
+    """(relative path, status) of every file, directory and link, sorted: a directory comes before its entries."""
     found = []
-    for place, folders, files in os.walk(venv):
-        for name in [*folders, *files]:
-            path = os.path.join(place, name)
+    for parent, directories, files in os.walk(venv):
+        for name in [*directories, *files]:
+            path = os.path.join(parent, name)
             with contextlib.suppress(FileNotFoundError):
-                about = os.lstat(path)
-                if stat.S_ISREG(about.st_mode) or stat.S_ISDIR(about.st_mode) or stat.S_ISLNK(about.st_mode):
-                    found.append((os.path.relpath(path, venv), about))
+                status = os.lstat(path)
+                if (
+                    stat.S_ISREG(status.st_mode)
+                    or stat.S_ISDIR(status.st_mode)
+                    or stat.S_ISLNK(status.st_mode)
+                ):
+                    found.append((os.path.relpath(path, venv), status))
     return sorted(found)
 
 
@@ -113,9 +117,9 @@ def _prefix(venv: Path) -> str:
 
 
 def _sweep(archive: Archive, store: Store) -> None:
-    """Older archives of the same environment that no cluster waits for, and drafts whose maker was killed."""
+    """Removes older archives of the environment that no cluster needs, and drafts of killed processes."""
     for old in archive.path.parent.glob(f"{_prefix(archive.venv)}*.tar"):
-        if old != archive.path and not any(_names(store, old.name)):
+        if old != archive.path and not any(_users(store, old.name)):
             old.unlink(missing_ok=True)
     for draft in archive.path.parent.glob(".*.*.*.*.*"):
         _, _, _, pid, start, host = draft.name.split(".", 5)
@@ -123,11 +127,11 @@ def _sweep(archive: Archive, store: Store) -> None:
             draft.unlink(missing_ok=True)
 
 
-def _names(store: Store, archive: str) -> list[ClusterFolder]:
-    """The clusters whose agents are told of this archive: a job may wait in a queue for a day."""
+def _users(store: Store, archive: str) -> list[ClusterDirectory]:
+    """The clusters whose scripts name this archive: their jobs may still wait in a queue."""
     found = []
     for name in store.names():
-        folder = ClusterFolder(store.clusters / name)
+        folder = ClusterDirectory(store.clusters / name)
         with contextlib.suppress(OSError):
             if any(archive.encode() in path.read_bytes() for path in folder.path.glob("script*.sh")):
                 found.append(folder)

@@ -1,6 +1,6 @@
-"""The one door for processes and files of machines: this computer here, a host over ssh in `ssh.py`.
+"""Processes and files on a host: the interface, and this host (`Local`). `ssh.py` has hosts over ssh.
 
-Every call has a deadline, keeps both streams, and takes words, never a shell string.
+Every call has a deadline, keeps both output streams, and takes an argv, never a shell string.
 """
 
 from __future__ import annotations
@@ -17,35 +17,38 @@ from heliostat.common.processes import process_start
 
 A = TypeVar("A")
 B = TypeVar("B")
-AT_ONCE = 32  # machines that are asked at a time
+MAX_CONCURRENT_HOSTS = 32
 
 
-def at_once(do: Callable[[A], B], items: Sequence[A]) -> list[B]:
-    """What it gives for each of them, in their order."""
+def map_concurrently(function: Callable[[A], B], items: Sequence[A]) -> list[B]:
+    """The function's results for the items, in their order."""
     if len(items) < 2:
-        return [do(item) for item in items]
-    from concurrent.futures import ThreadPoolExecutor  # one machine is asked without it
+        return [function(item) for item in items]
+    from concurrent.futures import ThreadPoolExecutor  # not imported for a single host
 
-    with ThreadPoolExecutor(min(AT_ONCE, len(items))) as pool:
-        return list(pool.map(do, items))
+    with ThreadPoolExecutor(min(MAX_CONCURRENT_HOSTS, len(items))) as pool:
+        return list(pool.map(function, items))
 
 
 @dataclass(frozen=True)
 class Completed:
+    """A process that has ended."""
+
     argv: tuple[str, ...]
     code: int
     out: str
     err: str
 
-    def saw(self) -> str:
-        """For the third line of an error."""
+    def describe(self) -> str:
+        """The command and its exit code, for the details of an error."""
         return f"`{' '.join(self.argv)[:200]}` ended with code {self.code}"
 
 
 @dataclass(frozen=True)
 class Spawned:
-    """A process that outlives us. It waits until `feed` gives it its input: so its id is on record before it acts, and
-    if we die in between it ends by itself."""
+    """A process that continues after this one. It waits for the input of `feed`.
+
+    So the caller can record its id before it acts. If the caller is killed meanwhile, the process ends."""
 
     pid: int
     start: str
@@ -58,16 +61,16 @@ class Transport(Protocol):
     def read(self, path: Path, offset: int = 0, limit: int = 1 << 20) -> bytes: ...
 
     def forward(self, host: str, port: int) -> tuple[str, int]:
-        """Where a connection reaches `host:port` of that machine's network from here."""
+        """The address on this host for connections to `host:port` of that host's network."""
         ...
 
 
 @runtime_checkable
 class Proxied(Protocol):
-    """A transport whose connections pass an HTTP proxy, which answers by itself where it cannot or may not pass them on."""
+    """A transport through an HTTP proxy, which may respond itself instead of forwarding."""
 
     def proxy_error(self, method: str, path: str, status: int, content: bytes) -> HeliostatError | None:
-        """What the proxy's own answer means; None: the answer is that of the server behind it."""
+        """The error of the proxy's own response; None: the server behind the proxy responded."""
         ...
 
 
@@ -80,7 +83,7 @@ class Spawner(Transport, Protocol):
 
 
 class Local:
-    """This computer."""
+    """This host."""
 
     def run(self, argv: Sequence[str], *, input: bytes = b"", timeout: float) -> Completed:
         pipe = subprocess.PIPE
@@ -96,7 +99,9 @@ class Local:
                     _running.discard(process)
         except FileNotFoundError:
             raise HeliostatError(
-                f"could not run `{argv[0]}`", cause="it is not on this machine", code=Code.PROGRAM_NOT_FOUND
+                f"could not run `{argv[0]}`",
+                cause="this host does not have the program",
+                code=Code.PROGRAM_NOT_FOUND,
             ) from None
         except OSError as error:
             raise HeliostatError(
@@ -135,7 +140,7 @@ class Local:
             ) from None
         stdin = process.stdin
         assert stdin is not None
-        process.returncode = 0  # it is meant to outlive us: no warning about a child that still runs
+        process.returncode = 0  # suppress Python's warning about a child that still runs
         return Spawned(process.pid, process_start(process.pid) or "", lambda data: _feed(stdin, data))
 
     def read(self, path: Path, offset: int = 0, limit: int = 1 << 20) -> bytes:
@@ -153,8 +158,8 @@ class Local:
 _running: set[subprocess.Popen[bytes]] = set()
 
 
-def abandon() -> None:
-    """Ends what runs now, for a person who no longer wants it: whoever waits for it, in whatever thread, waits no longer."""
+def terminate_running() -> None:
+    """Terminates all processes of `Local.run`, so that no thread waits for them after Ctrl-C."""
     for process in list(_running):
         process.terminate()
 
@@ -164,7 +169,7 @@ def _feed(stdin: IO[bytes], data: bytes) -> None:
         stdin.write(data)
         stdin.close()
     except BrokenPipeError:
-        pass  # it ended before it was told anything: whoever observes it will see that
+        pass  # it has ended; the next observation reports that
 
 
 def _text(data: bytes) -> str:

@@ -1,10 +1,10 @@
 """Packs a working directory for Ray's Jobs API as Ray's own client does, without importing Ray.
 
-What Ray 2.60 does (`ray/_private/runtime_env/packaging.py`) and we do: `.gitignore` and `.rayignore` of every
-folder, each relative to its folder, and one that matches is enough to leave a file out; the same default excludes
-and the same two environment variables; empty folders kept; modes kept; no parent folder in the zip, as Ray removes
-none for `gcs://`. What we do otherwise: modes count in the uri, links that lead out are not followed, a name that
-Ray would drop on the node is reported here, and `!folder/` in an ignore file works as in git.
+The same as in Ray 2.60 (`ray/_private/runtime_env/packaging.py`): `.gitignore` and `.rayignore` of every directory apply,
+relative to it, and one match excludes a file; the default excludes and the two environment variables; empty directories and
+modes are kept; the zip has no parent directory, because Ray removes none for `gcs://`. Different from Ray: the uri depends
+on modes, links to targets outside are not followed, names that Ray would drop on the node are reported here, and
+`!directory/` in an ignore file works as in git.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from heliostat.state.ownership import temp_directory
 if TYPE_CHECKING:
     from pathspec import GitIgnoreSpec
 
-_NEVER = frozenset({".git", "__pycache__", ".venv", ".heliostat"})
+_ALWAYS_EXCLUDED = frozenset({".git", "__pycache__", ".venv", ".heliostat"})
 _RAY_DEFAULT_EXCLUDES = ".git,.venv,venv,__pycache__"
 _CHUNK = 1 << 20
-# a pipe must not hold us up, and no newline be changed; each system has its own of these
+# O_NONBLOCK: do not wait for a writer of a pipe. O_BINARY: do not convert newlines. A system may lack some of these.
 _READ = os.O_RDONLY | sum(getattr(os, name, 0) for name in ("O_NONBLOCK", "O_CLOEXEC", "O_BINARY"))
-_ENOUGH = 100_000  # over the limit and this many entries seen: more of them tell a person nothing new
+_MAX_COUNTED = 100_000  # over the size limit, stop the walk after this many entries
 
 
 @dataclass(frozen=True)
 class Package:
-    """A packed folder. As a context manager it removes its temporary file at the end.
+    """A packed directory. As a context manager it removes its temporary file at the end.
 
-    bytes: before compression. skipped: `path (why)` of what could not or should not travel.
+    bytes: before compression. skipped: `path (reason)` of entries that were not packed.
     """
 
     uri: str
@@ -61,7 +61,7 @@ class Package:
 
 @dataclass(frozen=True)
 class _Entry:
-    """A file, or an empty folder; `path` is relative, with `/`."""
+    """A file or an empty directory; path: relative, with `/`."""
 
     path: str
     size: int
@@ -70,27 +70,27 @@ class _Entry:
 
 @dataclass(frozen=True)
 class _Rules:
-    """The patterns of one ignore file; they speak of what is under `base` (`` or `a/b/`)."""
+    """The patterns of one ignore file, which apply below `base` (`` or `a/b/`)."""
 
     base: str
     spec: GitIgnoreSpec
 
-    def leave_out(self, path: str, is_folder: bool) -> bool:
+    def excludes(self, path: str, is_folder: bool) -> bool:
         name = path[len(self.base) :]
         if not is_folder:
             return self.spec.match_file(name)
-        # The last pattern that matches decides, as in git; the library's own answer is meant for files.
+        # The last matching pattern decides, as in git; match_file of the library is for files.
         patterns = [pattern for pattern in self.spec.patterns if pattern.include is not None]
-        said = [pattern.include for pattern in patterns if pattern.match_file(name + "/")]
-        if not said or not said[-1]:
+        matches = [pattern.include for pattern in patterns if pattern.match_file(name + "/")]
+        if not matches or not matches[-1]:
             return False
-        # `data/` with `!data/keep.csv`: Ray looks inside and keeps that one.
+        # `data/` with `!data/keep.csv`: Ray walks the directory and keeps that file.
         return all(pattern.include for pattern in patterns) or self.spec.match_file(name)
 
 
 @dataclass(frozen=True)
 class _Folder:
-    """One folder to walk: `base` is `` or `a/b/`; `above` has (device, inode) of it and of all above it."""
+    """One directory to walk. base: `` or `a/b/`. above: (device, inode) of it and of its parents."""
 
     base: str
     rules: tuple[_Rules, ...]
@@ -106,9 +106,9 @@ def pack(
 ) -> Package:
     """Packs `folder`; `excludes` are patterns as in `.gitignore`, relative to it.
 
-    progress(done, total): in bytes, before compression. The uri says what was read: the same paths, modes and
-    contents give the same uri. A file that only grows meanwhile is packed as long as it was when it was opened;
-    one that is rewritten in place is an error.
+    progress(done, total): in bytes, before compression. The uri depends on the content that was read: the same paths,
+    modes and contents give the same uri. A file that grows meanwhile is packed with its size at open; a file that is
+    rewritten in place is an error.
     """
     skipped: list[str] = []
     root = os.path.realpath(folder)
@@ -121,10 +121,10 @@ def pack(
     except OSError as error:
         _remove(name)
         raise HeliostatError(
-            f"the package of `{folder}` cannot be written",
+            f"could not write the package of `{folder}`",
             cause=error.strerror or str(error),
             details=name,
-            hint="set `TMPDIR` to a folder with room",
+            hint="set `TMPDIR` to a directory with enough space",
             code=disk_code(error),
         ) from error
     except BaseException:
@@ -142,7 +142,7 @@ def pack(
 
 
 def measure(folder: Path, excludes: Sequence[str] = (), limit_bytes: int = 500 * 2**20) -> int:
-    """The bytes that `pack` would pack, before compression."""
+    """The size that `pack` would pack, in bytes before compression."""
     skipped: list[str] = []
     entries = _survey(folder, os.path.realpath(folder), excludes, limit_bytes, skipped)
     return sum(entry.size for entry in entries)
@@ -153,35 +153,35 @@ def _remove(name: str) -> None:
         os.unlink(name)
 
 
-# --- what to pack -------------------------------------------------------------------------------------------
+# --- entries to pack ----------------------------------------------------------------------------------------
 
 
 def _survey(folder: Path, root: str, excludes: Sequence[str], limit: int, skipped: list[str]) -> list[_Entry]:
-    """Every entry to pack, sorted; raises when they are over the limit, before anything is written."""
+    """Every entry to pack, sorted. Raises if they exceed the limit, before anything is written."""
     try:
-        about = os.stat(root)
+        status = os.stat(root)
     except OSError as error:
         raise UsageError(
             f"the working directory `{folder}` cannot be packed",
             cause=error.strerror or str(error),
             code=Code.WORKING_DIR_UNREADABLE,
         ) from error
-    if not stat.S_ISDIR(about.st_mode):
+    if not stat.S_ISDIR(status.st_mode):
         raise UsageError(
             f"the working directory `{folder}` cannot be packed",
-            cause="it is not a folder",
-            hint=f"name the folder that holds it: `{Path(folder).parent}`",
+            cause="it is not a directory",
+            hint=f"give its directory: `{Path(folder).parent}`",
             code=Code.WORKING_DIR_UNREADABLE,
         )
     defaults = os.environ.get("RAY_OVERRIDE_RUNTIME_ENV_DEFAULT_EXCLUDES", _RAY_DEFAULT_EXCLUDES)
-    patterns = [*(word.strip() for word in defaults.split(",")), *excludes]
-    top = _Folder("", (_rules("", patterns, "excludes"),), frozenset({(about.st_dev, about.st_ino)}))
+    patterns = [*(pattern.strip() for pattern in defaults.split(",")), *excludes]
+    top = _Folder("", (_rules("", patterns, "excludes"),), frozenset({(status.st_dev, status.st_ino)}))
     entries: list[_Entry] = []
     total = 0
     for entry in _walk(root, top, skipped):
         entries.append(entry)
         total += entry.size
-        if total > limit and len(entries) >= _ENOUGH:
+        if total > limit and len(entries) >= _MAX_COUNTED:
             break
     if total > limit:
         raise _over(folder, entries, total, limit)
@@ -198,30 +198,30 @@ def _walk(root: str, top: _Folder, skipped: list[str]) -> Iterator[_Entry]:
             with os.scandir(os.path.join(root, here.base)) as found:
                 children = sorted(found, key=lambda child: os.fsencode(child.name))
         except (FileNotFoundError, NotADirectoryError):
-            skipped.append(f"{_shown(here.base)} (went away meanwhile)")
+            skipped.append(f"{_shown(here.base)} (deleted meanwhile)")
             continue
         except OSError as error:
             raise _unreadable(here.base or ".", error) from error
         if not children and here.base:
             yield _Entry(here.base, 0, is_folder=True)
         names = {child.name for child in children}
-        own = [_read_rules(root, here.base, name) for name in ignore_files if name in names]
-        rules = (*here.rules, *(rule for rule in own if rule is not None))
+        found_rules = [_read_rules(root, here.base, name) for name in ignore_files if name in names]
+        rules = (*here.rules, *(rule for rule in found_rules if rule is not None))
         for child in children:
             path = here.base + child.name
-            if child.name in _NEVER:
+            if child.name in _ALWAYS_EXCLUDED:
                 continue
-            if why := _unfit(path):
-                skipped.append(f"{_shown(path)} ({why})")
+            if reason := _invalid_name(path):
+                skipped.append(f"{_shown(path)} ({reason})")
                 continue
-            found_entry = _look(root, path, child, here, rules, skipped)
+            found_entry = _classify(root, path, child, here, rules, skipped)
             if isinstance(found_entry, _Folder):
                 todo.append(found_entry)
             elif found_entry is not None:
                 yield found_entry
 
 
-def _look(
+def _classify(
     root: str,
     path: str,
     child: os.DirEntry[str],
@@ -229,48 +229,48 @@ def _look(
     rules: tuple[_Rules, ...],
     skipped: list[str],
 ) -> _Entry | _Folder | None:
-    """What one name in a folder is: a file to pack, a folder to walk, or neither."""
+    """One entry of a directory: a file to pack, a directory to walk, or None."""
     try:
-        about = child.stat()  # of what a link leads to
+        status = child.stat()  # of a link's target
     except (FileNotFoundError, NotADirectoryError):
-        about = None
+        status = None
     except OSError as error:
         if not child.is_symlink():
             raise _unreadable(path, error) from error
-        about = None
-    is_folder = about is not None and stat.S_ISDIR(about.st_mode)
-    if any(rule.leave_out(path, is_folder) for rule in rules):
+        status = None
+    is_folder = status is not None and stat.S_ISDIR(status.st_mode)
+    if any(rule.excludes(path, is_folder) for rule in rules):
         return None
-    why = ""
-    if about is None:
-        why = "a link that leads nowhere" if child.is_symlink() else "went away meanwhile"
+    reason = ""
+    if status is None:
+        reason = "a link without a target" if child.is_symlink() else "deleted meanwhile"
     elif child.is_symlink():
-        why = _bad_link(root, os.path.realpath(child.path))
-    if about is None or why:
-        skipped.append(f"{_shown(path)} ({why})")
+        reason = _bad_link(root, os.path.realpath(child.path))
+    if status is None or reason:
+        skipped.append(f"{_shown(path)} ({reason})")
         return None
     if is_folder:
-        identity = (about.st_dev, about.st_ino)
+        identity = (status.st_dev, status.st_ino)
         if identity not in here.above:
             return _Folder(path + "/", rules, here.above | {identity})
-        skipped.append(f"{_shown(path)} (a link to a folder that holds it)")
+        skipped.append(f"{_shown(path)} (a link to one of its parents)")
         return None
-    if stat.S_ISREG(about.st_mode):
-        return _Entry(path, about.st_size)
+    if stat.S_ISREG(status.st_mode):
+        return _Entry(path, status.st_size)
     skipped.append(f"{_shown(path)} (not a file: a socket, a pipe or a device)")
     return None
 
 
 def _bad_link(root: str, target: str) -> str:
     if os.path.commonpath([root, target]) != root:
-        return "a link that leads out of the folder"
-    if _NEVER.intersection(os.path.relpath(target, root).split(os.sep)):
-        return "a link to what is always left out"
+        return "a link to a target outside the directory"
+    if _ALWAYS_EXCLUDED.intersection(os.path.relpath(target, root).split(os.sep)):
+        return "a link to an excluded target"
     return ""
 
 
-def _unfit(path: str) -> str:
-    """Why a name cannot travel in a zip that Ray unpacks; empty when it can."""
+def _invalid_name(path: str) -> str:
+    """Why Ray cannot unpack this name from a zip; empty if it can."""
     try:
         path.encode()
     except UnicodeEncodeError:
@@ -297,9 +297,9 @@ def _rules(base: str, lines: Sequence[str], source: str) -> _Rules:
 
     try:
         return _Rules(base, GitIgnoreSpec.from_lines(lines))
-    except ValueError as error:  # pathspec's own error is one
+    except ValueError as error:  # the base class of pathspec's error
         raise UsageError(
-            f"the patterns of `{_shown(source)}` cannot be understood",
+            f"the patterns of `{_shown(source)}` are invalid",
             cause=str(error),
             hint="write them as for git: `man gitignore`",
         ) from error
@@ -309,7 +309,7 @@ def _rules(base: str, lines: Sequence[str], source: str) -> _Rules:
 
 
 class _Writer:
-    """Writes the entries into a zip and hashes what it wrote: what was read is what the uri names."""
+    """Writes the entries into a zip and hashes the written content for the uri."""
 
     def __init__(
         self,
@@ -334,12 +334,12 @@ class _Writer:
             for entry in self.entries:
                 if entry.is_folder:
                     archive.writestr(_info(entry.path, stat.S_IFDIR | 0o755, 0), b"")
-                    self._note(entry.path, 0o755, b"")
+                    self._hash(entry.path, 0o755, b"")
                     continue
                 try:
                     handle = os.open(os.path.join(self.root, entry.path), _READ)
                 except (FileNotFoundError, NotADirectoryError):
-                    self.skipped.append(f"{_shown(entry.path)} (went away meanwhile)")
+                    self.skipped.append(f"{_shown(entry.path)} (deleted meanwhile)")
                     continue
                 except OSError as error:
                     raise _unreadable(entry.path, error) from error
@@ -349,7 +349,7 @@ class _Writer:
     def _add(self, archive: zipfile.ZipFile, entry: _Entry, file: BinaryIO) -> None:
         before = os.fstat(file.fileno())
         if not stat.S_ISREG(before.st_mode):
-            self.skipped.append(f"{_shown(entry.path)} (not a file any more)")
+            self.skipped.append(f"{_shown(entry.path)} (no longer a file)")
             return
         self.total += before.st_size - entry.size
         if self.total > self.limit:
@@ -371,22 +371,22 @@ class _Writer:
         if left or after.st_size < before.st_size or (same_size and after.st_mtime_ns != before.st_mtime_ns):
             raise HeliostatError(
                 f"`{_shown(entry.path)}` changed while it was packed",
-                hint="try again, or leave it out with `.gitignore`, `.rayignore` or `excludes`",
+                hint="try again, or exclude it with `.gitignore`, `.rayignore` or `excludes`",
                 code=Code.WORKING_DIR_CHANGED,
             )
         self.files += 1
-        self._note(entry.path, mode, content.digest())
+        self._hash(entry.path, mode, content.digest())
 
-    def _note(self, path: str, mode: int, content: bytes) -> None:
-        # A path holds no NUL and a digest has one length: two trees cannot give the same bytes here.
+    def _hash(self, path: str, mode: int, content: bytes) -> None:
+        # A path contains no NUL and a digest has a fixed length: two trees cannot give the same bytes here.
         self.digest.update(b"%s\0%o\0%s\0" % (path.encode(), mode, content))
 
 
 def _info(path: str, mode: int, size: int) -> zipfile.ZipInfo:
     info = zipfile.ZipInfo(path, date_time=(1980, 1, 1, 0, 0, 0))
-    info.create_system = 3  # Unix: the mode below counts
+    info.create_system = 3  # Unix: external_attr contains the mode
     info.external_attr = mode << 16
-    info.file_size = size  # so that zipfile knows whether it needs its large form
+    info.file_size = size  # zipfile chooses ZIP64 by it
     info.compress_type = zipfile.ZIP_STORED if stat.S_ISDIR(mode) else zipfile.ZIP_DEFLATED
     return info
 
@@ -398,11 +398,11 @@ def _read(file: BinaryIO, size: int, path: str) -> bytes:
         raise _unreadable(path, error) from error
 
 
-# --- words --------------------------------------------------------------------------------------------------
+# --- messages -----------------------------------------------------------------------------------------------
 
 
 def _shown(path: str) -> str:
-    """The path on one line, whatever is in it."""
+    """The path on one line, with control characters escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in path)
 
 
@@ -410,7 +410,7 @@ def _unreadable(path: str, error: OSError) -> HeliostatError:
     return HeliostatError(
         f"`{_shown(path)}` cannot be read, so the working directory cannot be packed",
         cause=error.strerror or str(error),
-        hint="make it readable, or leave it out with `.gitignore`, `.rayignore` or `excludes`",
+        hint="make it readable, or exclude it with `.gitignore`, `.rayignore` or `excludes`",
         code=Code.WORKING_DIR_UNREADABLE,
     )
 
@@ -418,15 +418,15 @@ def _unreadable(path: str, error: OSError) -> HeliostatError:
 def _over(folder: Path, entries: list[_Entry], total: int, limit: int) -> HeliostatError:
     biggest = _biggest(entries)
     return UsageError(
-        f"the working directory `{folder}` is too big to send: {format_bytes(total)}, over {format_bytes(limit)}",
+        f"the working directory `{folder}` is too big to upload: {format_bytes(total)}, over {format_bytes(limit)}",
         cause=", ".join(f"`{_shown(path)}` {format_bytes(size)}" for path, size in biggest),
-        hint=f"add what the job does not need, say `/{_shown(biggest[0][0])}`, to `.gitignore` or `excludes`",
+        hint=f"exclude files that the job does not need: add `/{_shown(biggest[0][0])}` to `.gitignore` or `excludes`",
         code=Code.WORKING_DIR_TOO_LARGE,
     )
 
 
 def _biggest(entries: list[_Entry], count: int = 5) -> list[tuple[str, int]]:
-    """The files and folders to blame. Of a folder that is mostly one thing, that thing; nothing twice."""
+    """The largest files and directories, without overlap. An entry with most of its directory's size replaces it."""
     sizes: dict[str, int] = {}
     for entry in entries:
         parts = entry.path.split("/")
@@ -438,11 +438,11 @@ def _biggest(entries: list[_Entry], count: int = 5) -> list[tuple[str, int]]:
     for path, size in sizes.items():
         parent = path.rstrip("/").rpartition("/")[0] + "/"
         heaviest[parent] = max(size, heaviest.get(parent, 0))
-    blamed: list[tuple[str, int]] = []
+    largest: list[tuple[str, int]] = []
     for path, size in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):
-        inside = any(above.endswith("/") and path.startswith(above) for above, _ in blamed)
+        inside = any(above.endswith("/") and path.startswith(above) for above, _ in largest)
         if size and not inside and heaviest.get(path, 0) <= 0.8 * size:
-            blamed.append((path, size))
-        if len(blamed) == count:
+            largest.append((path, size))
+        if len(largest) == count:
             break
-    return blamed
+    return largest

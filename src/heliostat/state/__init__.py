@@ -1,1 +1,1 @@
-"""What is persisted of clusters: records, their states, the history."""
+"""Records of clusters on disk: files, locks, states, history."""

@@ -1,4 +1,4 @@
-"""Refuses files and directories that another user can change, before anything in them is trusted or executed."""
+"""Rejects files and directories that another user can change, before anything in them is trusted or executed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HOME, TEMP = "HELIOSTAT_HOME", "TMPDIR"
 
 
 class UnsafePathError(HeliostatError):
-    """Another user can change what the path leads to."""
+    """Another user can change the file or directory at the path."""
 
     code = Code.STORE_UNSAFE_DIRECTORY
 
@@ -25,7 +25,7 @@ class UnsafePathError(HeliostatError):
 def find_unsafe(
     path: str | os.PathLike[str], *, shared: bool = False, checked: set[str] | None = None
 ) -> Unsafe | None:
-    """As the agent's function of this name. Windows has neither owners nor modes of this kind: nothing is found there."""
+    """The agent's function of this name; None on Windows, which has no such owners and modes."""
     if sys.platform == "win32":
         return None
     from heliostat.agent.ownership import find_unsafe
@@ -40,7 +40,7 @@ def require_safe(
     shared: bool = False,
     checked: set[str] | None = None,
 ) -> None:
-    """Raises unless only this user and root can change what the path leads to. variable: what names it in the environment."""
+    """Raises unless only this user and root can change the path's target. variable: the environment variable that sets it."""
     found = find_unsafe(path, shared=shared, checked=checked)
     if found:
         raise UnsafePathError(
@@ -51,8 +51,9 @@ def require_safe(
 
 
 def require_safe_file(path: Path, descriptor: int) -> None:
-    """Raises unless only this user and root can change the open file and replace it at this path. For a file that the user has
-    not named: in a directory where others can create entries, the file must be this user's own."""
+    """Raises unless only this user and root can change the open file, or replace it at this path.
+
+    For a file that the user has not named: in a directory where others can create entries, this user must own it."""
     if sys.platform == "win32":
         return
     from heliostat.agent.ownership import Unsafe, check
@@ -71,29 +72,29 @@ def require_safe_file(path: Path, descriptor: int) -> None:
 
 
 def remedy(found: Unsafe, variable: str, user: str | None = None) -> str:
-    """What to type. user: whose directory it should be, where that is not this process's."""
-    from heliostat.common.shell import quote  # `ls` does without
+    """A command that fixes the permissions. user: the directory's owner, if not the user of this process."""
+    from heliostat.common.shell import quote  # not imported by `ls`
 
     other = f"set {variable} to a directory that only you can change"
     if not found.fix:
         return other
-    words = ["chown", user or _name()] if found.fix == "chown" else ["chmod", found.bits]
-    command = quote([*([] if found.mine else ["sudo"]), *words, found.path])
+    argv = ["chown", user or _user_name()] if found.fix == "chown" else ["chmod", found.bits]
+    command = quote([*([] if found.mine else ["sudo"]), *argv, found.path])
     return f"{command}; or {other}"
 
 
-def _name() -> str:
+def _user_name() -> str:
     import pwd
 
     try:
         return pwd.getpwuid(os.getuid()).pw_name
-    except KeyError:  # a container's made-up uid
+    except KeyError:  # a container may use a uid without an account
         return str(os.getuid())
 
 
 def temp_directory() -> Path:
-    """The directory for temporary files, where nobody else can replace ours."""
-    import tempfile  # `ls` does without
+    """The directory for temporary files. Raises if another user can replace our files there."""
+    import tempfile  # not imported by `ls`
 
     path = tempfile.gettempdir()
     require_safe(path, TEMP, shared=True)

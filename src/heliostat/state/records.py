@@ -13,7 +13,7 @@ SCHEMA = 2
 
 @dataclass
 class NodeRecord:
-    """One node as last known. `since` is when it came into its state, in seconds of the epoch."""
+    """The last known state of one node. `since`: when it entered the state, in seconds of the epoch."""
 
     name: str
     role: str
@@ -22,33 +22,31 @@ class NodeRecord:
     reason: str = ""
     cause: str = ""  # code of the reason: a StopReason or RefusalCause of agent/protocol.py
     since: float = 0.0
-    handle: str | None = None  # the native id that it came with
-    launch: int = 0  # which of the cluster's launches it came with; words of an earlier life mean nothing
-    joined: str | None = None  # the `join` that it came with: it leaves without being missed
+    handle: str | None = None  # native id of its allocation or process
+    launch: int = 0  # number of the launch that started it; reports of earlier launches are ignored
+    joined: str | None = None  # id of the `join` that added it; its end is not a failure
 
 
 @dataclass
 class Record:
-    """All that a later command, on any host that sees the folder, needs to act on the cluster."""
+    """The state that a later command needs to act on the cluster, on any host with the directory."""
 
     name: str
-    id: str  # unique for ever; marks the cluster's processes
+    id: str  # the cluster id, never reused; identifies the cluster's processes
     backend: str
-    kind: str  # "up": lives until it is ended; "run": lives as long as its command
+    kind: str  # "up": runs until `down`; "run": ends with its command
     created: float
     spec: dict[str, Any]
-    target: str = "up"  # what the last command wanted: "up" or "down"
+    target: str = "up"  # requested by the last command: "up" or "down"
     nodes: dict[str, NodeRecord] = field(default_factory=dict)
     handles: list[dict[str, Any]] = field(default_factory=list)
-    launches: int = 0  # never counts back: the name of a node that left may come back
+    launches: int = 0  # only increases: a later node may reuse the name of an ended one
     jobs: list[dict[str, Any]] = field(default_factory=list)
-    joins: int = 0  # how many there have been
-    warned: float = 0.0  # when the head last warned of something that is on record
-    remote_dir: str | None = (
-        None  # its folder on the machine that it is reached through, where that is another
-    )
+    joins: int = 0  # number of joins so far
+    warned: float = 0.0  # time of the head's last recorded warning
+    remote_dir: str | None = None  # its directory on the login host, if that is another host
     command: dict[str, Any] | None = None
-    ready: float | None = None  # when it could be used for the first time
+    ready: float | None = None  # when it was first ready
     ended: float | None = None
     reason: str = ""
     exit_code: int | None = None
@@ -56,7 +54,7 @@ class Record:
     def state(self) -> ClusterState:
         return summary((node.role == "head", node.state) for node in self.nodes.values())
 
-    def is_over(self) -> bool:
+    def has_ended(self) -> bool:
         return all(node.state in TERMINAL for node in self.nodes.values())
 
     def require_node(self, name: str) -> NodeRecord:
@@ -85,7 +83,7 @@ class Record:
 
 
 def _upgrade(data: dict[str, Any]) -> dict[str, Any]:
-    """A record of schema 1 in the names of schema 2."""
+    """A record of schema 1 with the names of schema 2."""
 
     def rename(table: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
         return {names.get(key, key): value for key, value in table.items()}

@@ -1,4 +1,4 @@
-"""How much ended clusters keep on disk, and the limit for it. Rows of the history stay; logs of the oldest clusters go."""
+"""Limits the disk usage of ended clusters: deletes the logs of the oldest ones and keeps their rows in the history."""
 
 from __future__ import annotations
 
@@ -13,20 +13,18 @@ from pathlib import Path
 from heliostat.common.errors import HeliostatError, UsageError
 from heliostat.common.units import parse_bytes
 from heliostat.state.records import Record
-from heliostat.state.store import ClusterFolder, Store
+from heliostat.state.store import ClusterDirectory, Store
 
 VARIABLE = "HELIOSTAT_HISTORY_SIZE"
 LIMIT_BYTES = 2**30
-KEPT = frozenset(
-    {"record.json", "events.jsonl", "spec.yaml"}
-)  # what rows of the history and `logs NAME` need
+KEPT = frozenset({"record.json", "events.jsonl", "spec.yaml"})  # read by `history` and `logs NAME`
 
 
 @dataclass(frozen=True)
 class Ended:
     """An ended cluster: its directory, its record, and the bytes that pruning would free."""
 
-    folder: ClusterFolder
+    folder: ClusterDirectory
     record: Record
     size_bytes: int
 
@@ -43,7 +41,7 @@ def limit_bytes(environ: Mapping[str, str] = os.environ) -> int:
 
 
 def ended_clusters(store: Store) -> list[Ended]:
-    """Every ended cluster whose record can be read, the one that ended first, first."""
+    """Every ended cluster with a readable record, in the order of their ends."""
     store.check()
     try:
         entries = [entry for entry in os.scandir(store.ended) if entry.is_dir(follow_symlinks=False)]
@@ -51,14 +49,14 @@ def ended_clusters(store: Store) -> list[Ended]:
         return []
     found = []
     for entry in entries:
-        folder = ClusterFolder(Path(entry.path))
+        folder = ClusterDirectory(Path(entry.path))
         with contextlib.suppress(HeliostatError, KeyError, ValueError, TypeError):
             found.append(Ended(folder, folder.record(), _size(folder.path)))
     return sorted(found, key=lambda one: one.record.ended or one.record.created)
 
 
 def _size(path: Path) -> int:
-    """Of files only: what a directory takes differs from one file system to the next."""
+    """The bytes in files. Directories are not counted: their size depends on the file system."""
     total = 0
     for entry in _entries(path):
         paths = [entry.path]
@@ -71,7 +69,7 @@ def _size(path: Path) -> int:
 
 
 def _entries(path: Path) -> list[os.DirEntry[str]]:
-    """What pruning removes of an ended cluster."""
+    """The entries of an ended cluster that pruning removes."""
     try:
         return [entry for entry in os.scandir(path) if entry.name not in KEPT]
     except OSError:
@@ -79,7 +77,7 @@ def _entries(path: Path) -> list[os.DirEntry[str]]:
 
 
 def choose(clusters: list[Ended], limit: int, older_than_s: float | None, now: float) -> list[Ended]:
-    """Those whose logs go: the ones that ended longer ago than that, then the oldest until the rest is within the limit."""
+    """The clusters to prune: those that ended more than older_than_s ago, then the oldest until the others fit the limit."""
     old = [one for one in clusters if older_than_s is not None and now - _end(one) > older_than_s]
     left = [one for one in clusters if one not in old]
     total = sum(one.size_bytes for one in left)
@@ -97,7 +95,7 @@ def _end(one: Ended) -> float:
 
 
 def prune(chosen: list[Ended]) -> int:
-    """Removes the logs of these clusters; the bytes that are free now. What cannot be removed stays."""
+    """Removes the logs of these clusters and returns the freed bytes. Ignores files that cannot be removed."""
     freed = 0
     for one in chosen:
         for entry in _entries(one.folder.path):
@@ -110,11 +108,10 @@ def prune(chosen: list[Ended]) -> int:
     return freed
 
 
-def enforce(store: Store, newest: ClusterFolder) -> tuple[int, int]:
-    """Keeps the history within the limit after a cluster has ended: (clusters pruned, bytes freed). The logs of `newest` stay,
-    whatever their size."""
+def enforce(store: Store, newest: ClusterDirectory) -> tuple[int, int]:
+    """Enforces the limit after a cluster has ended: (clusters pruned, bytes freed). The logs of `newest` are always kept."""
     clusters = ended_clusters(store)
-    own = sum(one.size_bytes for one in clusters if one.folder.path == newest.path)
+    newest_bytes = sum(one.size_bytes for one in clusters if one.folder.path == newest.path)
     others = [one for one in clusters if one.folder.path != newest.path]
-    chosen = choose(others, max(0, limit_bytes() - own), None, time.time())
+    chosen = choose(others, max(0, limit_bytes() - newest_bytes), None, time.time())
     return len(chosen), prune(chosen)

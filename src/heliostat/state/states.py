@@ -1,4 +1,4 @@
-"""The states of a node, the moves between them, and the cluster's state, which is computed and never stored."""
+"""The states of a node, the allowed transitions, and the state of a cluster, which is derived and never stored."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from enum import Enum
 
 
 class NodeState(str, Enum):
-    REQUESTED = "REQUESTED"  # written in the record; nothing has been asked of anybody yet
-    QUEUED = "QUEUED"  # the other party has it and makes it wait
-    ALLOCATED = "ALLOCATED"  # there is a machine; our agent has not spoken yet
-    STARTING = "STARTING"  # our agent is there and starts Ray
-    READY = "READY"  # Ray's node table has it
-    LOST = "LOST"  # was READY; nobody hears from it now
-    STOPPING = "STOPPING"  # told to end
-    GONE = "GONE"  # ended, and nothing of it is left
-    FAILED = "FAILED"  # ended without being asked to
-    SUSPENDED = "SUSPENDED"  # put away by `down --keep`: nothing of it runs, and `up` brings it back
-    UNKNOWN = "UNKNOWN"  # the other party does not answer, or says a word that we do not know
+    REQUESTED = "REQUESTED"  # in the record; nothing is submitted yet
+    QUEUED = "QUEUED"  # submitted; waits for an allocation
+    ALLOCATED = "ALLOCATED"  # has a host; no report of the agent yet
+    STARTING = "STARTING"  # the agent runs and starts Ray
+    READY = "READY"  # alive in Ray's node table
+    LOST = "LOST"  # was READY; its heartbeats are missing
+    STOPPING = "STOPPING"  # was asked to end
+    GONE = "GONE"  # ended on request; nothing of it is left
+    FAILED = "FAILED"  # ended without a request
+    SUSPENDED = "SUSPENDED"  # ended by `down --keep`; `up` resumes it
+    UNKNOWN = "UNKNOWN"  # the backend does not answer, or reports an unknown state
 
     def __str__(self) -> str:
         return self.value
@@ -25,59 +25,132 @@ class NodeState(str, Enum):
 
 N = NodeState
 
+# A command observes a node now and then, so it may miss intermediate states: most edges also skip some.
 TRANSITIONS: dict[NodeState, frozenset[NodeState]] = {
-    # a request is answered with a place in the queue, a machine, or a refusal; `local` skips the queue
     N.REQUESTED: frozenset(
         {
-            *(N.QUEUED, N.ALLOCATED, N.STARTING, N.READY, N.LOST),
-            *(N.STOPPING, N.SUSPENDED, N.FAILED, N.GONE, N.UNKNOWN),
+            N.QUEUED,  # the scheduler accepted the job
+            N.ALLOCATED,  # the backend has no queue, or granted a host at once
+            N.STARTING,  # the agent started before the first observation
+            N.READY,  # Ray started before the first observation
+            N.LOST,  # it became ready and lost its heartbeats before the first observation
+            N.STOPPING,  # `down` during the launch
+            N.SUSPENDED,  # `down --keep` during the launch
+            N.FAILED,  # the backend rejected the request
+            N.GONE,  # cancelled before anything ran
+            N.UNKNOWN,  # the backend does not answer
         }
     ),
-    # the agent, or Ray, may have started, and even fallen silent, between two looks
     N.QUEUED: frozenset(
-        {N.ALLOCATED, N.STARTING, N.READY, N.LOST, N.STOPPING, N.SUSPENDED, N.FAILED, N.GONE, N.UNKNOWN}
+        {
+            N.ALLOCATED,  # the scheduler granted a host
+            N.STARTING,  # granted, and the agent reported
+            N.READY,  # granted, and Ray started
+            N.LOST,  # ready and lost between two observations
+            N.STOPPING,  # `down`
+            N.SUSPENDED,  # `down --keep`
+            N.FAILED,  # the job ended without a request
+            N.GONE,  # the job was cancelled
+            N.UNKNOWN,  # the scheduler does not answer
+        }
     ),
-    # a scheduler may take a machine back and queue the job again
     N.ALLOCATED: frozenset(
-        {N.QUEUED, N.STARTING, N.READY, N.LOST, N.STOPPING, N.SUSPENDED, N.FAILED, N.GONE, N.UNKNOWN}
+        {
+            N.QUEUED,  # preempted and requeued
+            N.STARTING,  # the agent reported
+            N.READY,  # the agent reported, and Ray started
+            N.LOST,  # ready and lost between two observations
+            N.STOPPING,  # `down`
+            N.SUSPENDED,  # `down --keep`
+            N.FAILED,  # the allocation ended before the agent ran
+            N.GONE,  # cancelled
+            N.UNKNOWN,  # the backend does not answer
+        }
     ),
-    N.STARTING: frozenset({N.QUEUED, N.READY, N.LOST, N.STOPPING, N.SUSPENDED, N.FAILED, N.GONE, N.UNKNOWN}),
-    # READY -> QUEUED is a requeue; READY -> STARTING is a node that was started anew under its name
-    N.READY: frozenset({N.QUEUED, N.STARTING, N.LOST, N.STOPPING, N.SUSPENDED, N.FAILED, N.GONE, N.UNKNOWN}),
-    # a cable that is plugged in again, a requeue after a power failure, or the end
-    N.LOST: frozenset({N.QUEUED, N.STARTING, N.READY, N.STOPPING, N.SUSPENDED, N.FAILED, N.GONE, N.UNKNOWN}),
-    # ended for a while: a scheduler that took the machines back queues the job again under its name
+    N.STARTING: frozenset(
+        {
+            N.QUEUED,  # preempted and requeued
+            N.READY,  # Ray's node table has it
+            N.LOST,  # no more heartbeats of the agent
+            N.STOPPING,  # `down`
+            N.SUSPENDED,  # `down --keep`
+            N.FAILED,  # Ray did not start
+            N.GONE,  # cancelled
+            N.UNKNOWN,  # the backend does not answer
+        }
+    ),
+    N.READY: frozenset(
+        {
+            N.QUEUED,  # preempted and requeued
+            N.STARTING,  # restarted under the same name
+            N.LOST,  # no more heartbeats
+            N.STOPPING,  # `down`, `scale` or the idle timeout
+            N.SUSPENDED,  # `down --keep`
+            N.FAILED,  # Ray or the agent ended without a request
+            N.GONE,  # ended between two observations
+            N.UNKNOWN,  # the backend does not answer
+        }
+    ),
+    N.LOST: frozenset(
+        {
+            N.QUEUED,  # requeued after a failure of the host
+            N.STARTING,  # restarted under the same name
+            N.READY,  # the network works again
+            N.STOPPING,  # `down`
+            N.SUSPENDED,  # `down --keep`
+            N.FAILED,  # the backend reports its end
+            N.GONE,  # ended on request meanwhile
+            N.UNKNOWN,  # the backend does not answer
+        }
+    ),
     N.STOPPING: frozenset(
-        {N.QUEUED, N.ALLOCATED, N.STARTING, N.READY, N.SUSPENDED, N.GONE, N.FAILED, N.UNKNOWN}
+        {
+            N.QUEUED,  # preempted: the scheduler queues the job again under its name
+            N.ALLOCATED,  # requeued and granted
+            N.STARTING,  # requeued, and the agent reported
+            N.READY,  # requeued, and Ray started
+            N.SUSPENDED,  # suspended
+            N.GONE,  # ended as requested
+            N.FAILED,  # ended with an error
+            N.UNKNOWN,  # the backend does not answer
+        }
     ),
-    # brought back, it begins anew
     N.SUSPENDED: frozenset(
-        {N.QUEUED, N.ALLOCATED, N.STARTING, N.READY, N.STOPPING, N.FAILED, N.GONE, N.UNKNOWN}
+        {
+            N.QUEUED,  # resumed: it waits for a host
+            N.ALLOCATED,  # resumed, and granted a host
+            N.STARTING,  # resumed, and the agent reported
+            N.READY,  # resumed, and Ray started
+            N.STOPPING,  # `down`
+            N.FAILED,  # the backend could not resume it
+            N.GONE,  # removed
+            N.UNKNOWN,  # the backend does not answer
+        }
     ),
-    # silence ends with whatever is true by then
+    # the backend answers again: any state but REQUESTED is possible
     N.UNKNOWN: frozenset(s for s in N if s not in (N.UNKNOWN, N.REQUESTED)),
-    N.GONE: frozenset(),
-    N.FAILED: frozenset(),
+    N.GONE: frozenset(),  # terminal
+    N.FAILED: frozenset(),  # terminal
 }
 
 TERMINAL = frozenset(state for state, following in TRANSITIONS.items() if not following)
 
 
-class IllegalMove(ValueError):
-    """A move that the table does not have: a defect of ours, never of the user."""
+class IllegalTransition(ValueError):
+    """A transition that the table does not allow: a defect of Heliostat."""
 
 
-def check_move(old: NodeState, new: NodeState) -> None:
-    """Raises IllegalMove unless the table has `old` -> `new`. Staying is not a move."""
+def check_transition(old: NodeState, new: NodeState) -> None:
+    """Raises IllegalMove unless the table has `old` -> `new`. It has no `old` -> `old`."""
     if new not in TRANSITIONS[old]:
-        raise IllegalMove(f"a node cannot go from {old} to {new}")
+        raise IllegalTransition(f"a node cannot go from {old} to {new}")
 
 
 class ClusterState(str, Enum):
     QUEUED = "queued"
     STARTING = "starting"
     READY = "ready"
-    PARTIAL = "partial"  # usable, with fewer nodes than asked for
+    PARTIAL = "partial"  # usable, with fewer nodes than requested
     STOPPING = "stopping"
     SUSPENDED = "suspended"
     ENDED = "ended"
@@ -89,7 +162,7 @@ class ClusterState(str, Enum):
 
 
 def summary(nodes: Iterable[tuple[bool, NodeState]]) -> ClusterState:
-    """The cluster's state from (is it the head?, its state) of each node."""
+    """The cluster's state, derived from (is_head, state) of each node."""
     all_nodes = list(nodes)
     states = [state for _, state in all_nodes]
     heads = [state for is_head, state in all_nodes if is_head]
@@ -101,11 +174,11 @@ def summary(nodes: Iterable[tuple[bool, NodeState]]) -> ClusterState:
     if N.SUSPENDED in heads:
         return ClusterState.SUSPENDED
     if any(state in TERMINAL or state is N.LOST for state in heads):
-        return ClusterState.FAILED  # without a head there is no cluster, whatever still runs
+        return ClusterState.FAILED  # a cluster needs its head, even if workers still run
     if N.READY in heads:
         if all(state is N.READY for state in states):
             return ClusterState.READY
-        # nodes on their way make it "starting" only until the cluster was whole once; here: what is true now
+        # a node that is still on its way makes the cluster STARTING, otherwise it is PARTIAL
         settled = all(state in TERMINAL or state in (N.READY, N.LOST, N.UNKNOWN) for state in states)
         return ClusterState.PARTIAL if settled else ClusterState.STARTING
     if N.UNKNOWN in heads:

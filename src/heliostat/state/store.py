@@ -1,7 +1,7 @@
-"""What is remembered of clusters on disk: every path and file name, the record, the events, the history.
+"""The store of clusters on disk: paths and file names, records, events, the history.
 
-Homes on clusters are NFS or Lustre: a file appears by rename, whole or not at all; locks are folders with an owner;
-nothing relies on modification times or on locks of the kernel.
+Homes on HPC systems are NFS or Lustre. So files are written by rename, locks are directories with an owner, and nothing
+depends on modification times or kernel locks.
 """
 
 from __future__ import annotations
@@ -22,23 +22,30 @@ from typing import Any
 
 from heliostat.common.errors import Code, DeadlineError, DiskError, HeliostatError, NotFoundError
 from heliostat.common.processes import process_start
-from heliostat.state.files import _disk_error, read_json, write_atomic
-from heliostat.state.locks import _hold_interrupts, _keep_renewing, _owner, _owners, _remove_lock, _stale
+from heliostat.state.files import disk_error, read_json, write_atomic
+from heliostat.state.locks import (
+    block_interrupts,
+    describe_owner,
+    find_stale,
+    keep_renewing,
+    list_owners,
+    remove_lock,
+)
 from heliostat.state.ownership import require_safe
 from heliostat.state.records import Record
 
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,39}")  # a cluster's, which is also its folder's
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,39}")  # of a cluster and of its directory
 LEASE = "launching"
-LEASE_WAIT_S = 600.0  # how long a command waits for another one that starts nodes
+LEASE_WAIT_S = 600.0  # how long a command waits for another one that launches nodes
 
 
-def _is_called(native_id: str, name: str) -> bool:
-    """PBS's people know a job by its number: 12 of 12.server."""
+def _matches_id(native_id: str, name: str) -> bool:
+    """True for the id, or its number alone: PBS users write 12 for 12.server."""
     return name in (native_id, native_id.partition(".")[0])
 
 
-class ClusterFolder:
-    """`clusters/NAME` or, when it is over, `history/…`: the files of one cluster."""
+class ClusterDirectory:
+    """The files of one cluster: `clusters/NAME` or, after its end, `history/…`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -68,7 +75,7 @@ class ClusterFolder:
             ) from None
 
     def _moved(self) -> NotFoundError:
-        """Another command has put it into the history."""
+        """The error after another command has archived the cluster."""
         return NotFoundError(
             f"there is no cluster `{self.name}` any more",
             hint="heliostat ls --all",
@@ -78,15 +85,15 @@ class ClusterFolder:
     def save(self, record: Record) -> None:
         write_atomic(self.path / "record.json", json.dumps(record.to_json(), indent=1) + "\n")
 
-    # what the agents write, and we only read
+    # files that the agents write; the client only reads them
 
     def state(self) -> dict[str, Any]:
         return read_json(self.path / "state.json") or {}
 
-    def pulse(self) -> dict[str, Any]:
+    def heartbeat(self) -> dict[str, Any]:
         return read_json(self.path / "pulse.json") or {}
 
-    def last_words(self, node: str) -> dict[str, Any]:
+    def node_report(self, node: str) -> dict[str, Any]:
         return read_json(self.path / "nodes" / f"{node}.json") or {}
 
     def connection(self) -> dict[str, Any] | None:
@@ -98,13 +105,13 @@ class ClusterFolder:
         except OSError:
             return None
 
-    def ask(self, request: Mapping[str, Any]) -> None:
-        """Leaves a request for the head's agent, which looks once a second."""
+    def add_request(self, request: Mapping[str, Any]) -> None:
+        """Adds a request for the head's agent, which reads requests once a second."""
         folder = self.path / "requests"
         folder.mkdir(mode=0o700, exist_ok=True)
         write_atomic(folder / f"{time.time_ns()}-{secrets.token_hex(4)}.json", json.dumps(request))
 
-    # events: appended under the cluster's lock, one writer at a time
+    # events: appended while the cluster's lock is held
 
     def append(self, event: dict[str, Any]) -> None:
         line = json.dumps(event, separators=(",", ":")).encode() + b"\n"
@@ -113,10 +120,10 @@ class ClusterFolder:
                 os.open(self.events_file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600), "rb+"
             ) as stream:
                 if stream.seek(0, os.SEEK_END) and stream.seek(-1, os.SEEK_END) and stream.read() != b"\n":
-                    line = b"\n" + line  # the last one was cut short: it must not spoil this one
+                    line = b"\n" + line  # the last line is incomplete: start a new one
                 stream.write(line)
         except OSError as error:
-            raise _disk_error(self.events_file, error) from error
+            raise disk_error(self.events_file, error) from error
 
     def events(self) -> Iterator[dict[str, Any]]:
         try:
@@ -124,26 +131,26 @@ class ClusterFolder:
         except OSError:
             return
         for line in lines:
-            with contextlib.suppress(ValueError):  # a line that a full disk cut short
+            with contextlib.suppress(ValueError):  # a full disk left an incomplete line
                 yield json.loads(line)
 
     @contextlib.contextmanager
     def lock(self, seconds: float = 30.0) -> Iterator[None]:
-        """One writer of the record at a time, on whatever host. Held for moments: never while a backend is asked, or told."""
+        """Locks the record against other writers on all hosts. Never hold it during a call to a backend."""
         with self._hold(self.path / "lock", seconds):
             yield
 
     @contextlib.contextmanager
     def lease(self, seconds: float = LEASE_WAIT_S) -> Iterator[None]:
-        """One command at a time starts nodes of the cluster. Held for minutes, without the record's lock, and renewed."""
+        """Allows one command at a time to launch nodes. Held for minutes without the record's lock, and renewed."""
         with self._hold(self.path / LEASE, seconds) as mine:
-            over = threading.Event()
-            thread = threading.Thread(target=_keep_renewing, args=(mine, over), daemon=True)
+            released = threading.Event()
+            thread = threading.Thread(target=keep_renewing, args=(mine, released), daemon=True)
             thread.start()
             try:
                 yield
             finally:
-                over.set()
+                released.set()
                 thread.join()
 
     def is_leased(self) -> bool:
@@ -154,8 +161,8 @@ class ClusterFolder:
         mine = folder / f"owner-{secrets.token_hex(4)}.json"
         deadline = time.monotonic() + seconds
         while True:
-            # an interrupt between taking it and knowing that we have it would leave it to nobody
-            release = _hold_interrupts()
+            # an interrupt between mkdir and the assignment would leave a lock that no code removes
+            release = block_interrupts()
             taken = False
             try:
                 taken = self._take(folder, mine)
@@ -165,10 +172,10 @@ class ClusterFolder:
             if taken:
                 break
             if time.monotonic() > deadline:
-                who = next(map(read_json, _owners(folder)), None) or {}
+                owner = next(map(read_json, list_owners(folder)), None) or {}
                 raise DeadlineError(
                     f"another command is changing `{self.name}`",
-                    cause=f"process {who.get('pid')} on {who.get('host')} holds its lock",
+                    cause=f"process {owner.get('pid')} on {owner.get('host')} holds its lock",
                     hint=f"heliostat status {self.name}",
                     code=Code.STORE_LOCKED,
                 )
@@ -177,33 +184,33 @@ class ClusterFolder:
             release()
             yield mine
         finally:
-            _remove_lock(folder, [mine])
+            remove_lock(folder, [mine])
 
     def _take(self, folder: Path, mine: Path) -> bool:
         try:
             folder.mkdir()
         except FileExistsError:
-            _remove_lock(folder, _stale(folder))
+            remove_lock(folder, find_stale(folder))
             return False
         except FileNotFoundError:
             raise self._moved() from None
         except OSError as error:
-            raise _disk_error(folder, error) from error
+            raise disk_error(folder, error) from error
         try:
             with open(os.open(mine, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as stream:
-                stream.write(_owner())
+                stream.write(describe_owner())
         except FileNotFoundError:
-            return False  # somebody took it for an abandoned one
+            return False  # another process removed it as stale
         except OSError:
-            pass  # a full disk: it is ours, without our name on it
-        except BaseException:  # Ctrl-C: what comes next may need it
-            _remove_lock(folder, [mine])
+            pass  # the disk is full: the lock is held without an owner file
+        except BaseException:  # Ctrl-C: the cleanup may need the lock
+            remove_lock(folder, [mine])
             raise
         return True
 
 
 class Store:
-    """`$HELIOSTAT_HOME`: everything that is remembered."""
+    """The clusters, the history and the cache in `$HELIOSTAT_HOME`."""
 
     def __init__(self, home: str | os.PathLike[str] | None = None) -> None:
         self.home = (
@@ -217,22 +224,22 @@ class Store:
         self._checked: set[str] = set()  # directories that are known to be safe
 
     def check(self) -> None:
-        """Raises when another user can change the home or what is in it: nothing there is trusted, read or executed then."""
+        """Raises if another user can change the home or its content, before any of it is read or executed."""
         if str(self.home) in self._checked:
             return
         for folder in (self.home, self.clusters, self.ended, self.cache):
             require_safe(folder, checked=self._checked)
-        self._checked.add(str(self.home))  # it may be a link, or not exist yet
+        self._checked.add(str(self.home))  # not added yet if it is a link or does not exist
 
     def prepare(self) -> None:
-        """Makes the folders. Only verbs that start something call it: looking must work on a read-only home."""
+        """Makes the directories. Only commands that start a cluster call it: the others must work on a read-only home."""
         self.check()
         for folder in (self.home, self.clusters, self.ended):
             try:
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             except OSError as error:
-                raise _disk_error(folder, error) from error
-        self._checked.clear()  # what was missing is there now, and may be somebody else's
+                raise disk_error(folder, error) from error
+        self._checked.clear()  # a directory that was missing may now be another user's
         self.check()
 
     def names(self) -> list[str]:
@@ -242,31 +249,31 @@ class Store:
         except OSError:
             return []
 
-    def find(self, name: str) -> ClusterFolder | None:
-        """The cluster of this name, unless there is none. Raises when another user can change its directory or its record."""
+    def find(self, name: str) -> ClusterDirectory | None:
+        """The cluster of this name, or None. Raises if another user can change its directory or its record."""
         self.check()
         path = self.clusters / name
         if not NAME.fullmatch(name) or not (path / "record.json").exists():
             return None
         require_safe(path / "record.json", checked=self._checked)
-        return ClusterFolder(path)
+        return ClusterDirectory(path)
 
-    def open(self, name: str) -> ClusterFolder:
-        """By name, or by a native id (a scheduler's job id) that a cluster has."""
+    def open(self, name: str) -> ClusterDirectory:
+        """The cluster of this name, or with this native id (a scheduler's job id)."""
         folder = self.find(name)
         for other in [] if folder else self.names():
             candidate = self.find(other)
-            with contextlib.suppress(HeliostatError):  # one that cannot be read is not the one
+            with contextlib.suppress(HeliostatError):  # skip a record that cannot be read
                 if candidate and any(
-                    _is_called(handle["native_id"], name) for handle in candidate.record().handles
+                    _matches_id(handle["native_id"], name) for handle in candidate.record().handles
                 ):
                     folder = candidate
         if folder is None:
-            past = self.last_archived(name)
-            if past:
+            archived = self.last_archived(name)
+            if archived:
                 raise NotFoundError(
                     f"`{name}` has ended",
-                    cause=past.record().reason,
+                    cause=archived.record().reason,
                     hint=f"heliostat logs {name}",
                     code=Code.NOT_FOUND_CLUSTER,
                 )
@@ -278,12 +285,12 @@ class Store:
             )
         return folder
 
-    def create(self, record: Record, files: Mapping[str, str | bytes]) -> ClusterFolder:
-        """Claims the name: the folder appears with its record and files in it, or FileExistsError is raised."""
+    def create(self, record: Record, files: Mapping[str, str | bytes]) -> ClusterDirectory:
+        """Creates the directory with its record and files in one step. Raises FileExistsError if the name is taken."""
         self.prepare()
         self._sweep()
         me = f"{secrets.token_hex(4)}.{os.getpid()}.{process_start(os.getpid())}.{socket.gethostname()}"
-        draft = ClusterFolder(self.clusters / f".{record.name}.{me}")
+        draft = ClusterDirectory(self.clusters / f".{record.name}.{me}")
         path = self.clusters / record.name
         try:
             draft.path.mkdir(mode=0o700)
@@ -292,29 +299,32 @@ class Store:
             for name, data in files.items():
                 (draft.path / name).parent.mkdir(mode=0o700, exist_ok=True)
                 write_atomic(draft.path / name, data)
-            draft.path.rename(path)  # fails when the name is taken: a folder with files is not replaced
+            draft.path.rename(
+                path
+            )  # fails if the name is taken: rename does not replace a directory with files
         except OSError as error:
             shutil.rmtree(draft.path, ignore_errors=True)
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
                 raise FileExistsError(record.name) from None
-            raise _disk_error(path, error) from error
+            raise disk_error(path, error) from error
         except BaseException:  # Ctrl-C too
             shutil.rmtree(draft.path, ignore_errors=True)
             raise
-        return ClusterFolder(path)
+        return ClusterDirectory(path)
 
     def _sweep(self) -> None:
-        """Drafts whose maker was killed before it could put them in their place."""
+        """Removes drafts whose process was killed before the rename."""
         for draft in self.clusters.glob(".*.*.*.*.*"):
             _, _, _, pid, start, host = draft.name.split(".", 5)
             known = host == socket.gethostname() and pid.isdecimal() and start != "None"
             if known and process_start(int(pid)) != start:
                 shutil.rmtree(draft, ignore_errors=True)
 
-    def archive(self, folder: ClusterFolder, record: Record) -> ClusterFolder:
-        """An ended cluster leaves `clusters/` with its last record; what could let somebody in, or is of no use now,
-        goes first: on a full disk that makes the room for the record."""
-        place = self.archive_path(record)
+    def archive(self, folder: ClusterDirectory, record: Record) -> ClusterDirectory:
+        """Moves an ended cluster to the history with its last record.
+
+        Credentials and files without further use are removed first, which frees space for the record on a full disk."""
+        target = self.archive_path(record)
         try:
             for name in ("token", "head.json", "connection.json", "connection.env"):
                 (folder.path / name).unlink(missing_ok=True)
@@ -326,24 +336,24 @@ class Store:
                 folder.agent.unlink(missing_ok=True)
                 folder.save(record)
             folder.agent.unlink(missing_ok=True)
-            folder.path.rename(place)
+            folder.path.rename(target)
         except FileNotFoundError:
-            pass  # another command was faster
+            pass  # another command has archived it
         except OSError as error:
-            raise _disk_error(place, error) from error
+            raise disk_error(target, error) from error
         for lock in ("lock", LEASE):
-            shutil.rmtree(place / lock, ignore_errors=True)
-        return ClusterFolder(place)
+            shutil.rmtree(target / lock, ignore_errors=True)
+        return ClusterDirectory(target)
 
     def archive_path(self, record: Record) -> Path:
         stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(record.created))
         return self.ended / f"{record.name}-{stamp}-{record.id[:4]}"
 
-    def past(self) -> list[Record]:
+    def archived_records(self) -> list[Record]:
         """The records of the ended clusters, oldest first."""
         self.check()
         try:
-            folders = [ClusterFolder(Path(entry.path)) for entry in os.scandir(self.ended)]
+            folders = [ClusterDirectory(Path(entry.path)) for entry in os.scandir(self.ended)]
         except OSError:
             return []
         records = []
@@ -352,16 +362,16 @@ class Store:
                 records.append(folder.record())
         return sorted(records, key=lambda record: record.created)
 
-    def last_archived(self, name: str) -> ClusterFolder | None:
-        """The folder of the ended cluster that had this name last."""
+    def last_archived(self, name: str) -> ClusterDirectory | None:
+        """The directory of the newest ended cluster of this name."""
         self.check()
-        newest: tuple[float, ClusterFolder] | None = None
+        newest: tuple[float, ClusterDirectory] | None = None
         try:
             entries = [entry for entry in os.scandir(self.ended) if entry.name.startswith(f"{name}-")]
         except OSError:
             return None
         for entry in entries:
-            folder = ClusterFolder(Path(entry.path))
+            folder = ClusterDirectory(Path(entry.path))
             with contextlib.suppress(HeliostatError, KeyError, ValueError, TypeError):
                 record = folder.record()
                 if record.name == name and (newest is None or record.created > newest[0]):

@@ -20,7 +20,7 @@ from heliostat.common.errors import HeliostatError, UsageError
 from heliostat.config import loader
 from heliostat.config.spec import ClusterSpec
 from heliostat.state.records import NodeRecord
-from heliostat.state.store import ClusterFolder
+from heliostat.state.store import ClusterDirectory
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 FOLDER = Path("/home/ann/.heliostat/clusters/lab")
@@ -77,7 +77,7 @@ def spec(site: str, **more: Any) -> ClusterSpec:
 
 
 def planned(site: str, folder: Path = FOLDER, **more: Any) -> tuple[LaunchRequest, Plan]:
-    return planner.plan(ClusterFolder(folder), spec(site, **more), cluster_id="0123456789abcdef")
+    return planner.plan(ClusterDirectory(folder), spec(site, **more), cluster_id="0123456789abcdef")
 
 
 def launcher(site: str, **more: Any) -> dict[str, Any]:
@@ -164,7 +164,7 @@ def test_spot_is_never_the_head() -> None:
 
 def test_two_clusters_of_one_name_share_no_machine() -> None:
     names = {
-        planner.plan(ClusterFolder(FOLDER), spec("aws"), cluster_id=mark)[1]
+        planner.plan(ClusterDirectory(FOLDER), spec("aws"), cluster_id=mark)[1]
         .steps[0]
         .config["config"]["cluster_name"]
         for mark in ("0123456789abcdef", "fedcba9876543210")
@@ -201,7 +201,7 @@ def test_the_examples_are_taken(site: str, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path)
     file = Path(__file__).parents[3] / "examples" / f"{site}.yaml"
     found = loader.load(backends.names(), file=file, environ={}).spec
-    taken(planner.plan(ClusterFolder(FOLDER), found)[1].steps[0].config["config"])
+    taken(planner.plan(ClusterDirectory(FOLDER), found)[1].steps[0].config["config"])
 
 
 # -- a file of Ray's launcher
@@ -240,7 +240,7 @@ def test_a_file_of_rays_is_used_as_it_is(load: Callable[..., ClusterSpec]) -> No
     assert {name: (g.nodes, g.min, g.max) for name, g in found.groups.items()} == {
         "ray-worker-default": (1, 1, 3)
     }
-    request, plan = planner.plan(ClusterFolder(FOLDER), found, cluster_id="0123456789abcdef")
+    request, plan = planner.plan(ClusterDirectory(FOLDER), found, cluster_id="0123456789abcdef")
     made, theirs = plan.steps[0].config["config"], yaml.safe_load(THEIRS)
     ours = ("file_mounts", "setup_commands", "head_start_ray_commands", "worker_start_ray_commands")
     assert {key: value for key, value in made.items() if key not in ours} == {
@@ -273,9 +273,9 @@ def test_hosts_of_ones_own(load: Callable[..., ClusterSpec]) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "what", "hint"),
     [
-        ("team", "my_team", "`my_team` cannot be a cluster's name here", "cluster_name: my-team"),
+        ("team", "my_team", "`my_team` cannot be the name of a cluster", "cluster_name: my-team"),
         ("type: aws", "type: vsphere", "is for the provider `vsphere`", ""),
-        ("head_node_type: ray.head.default", "head_node_type: other", "does not say what its head is", ""),
+        ("head_node_type: ray.head.default", "head_node_type: other", "does not define its head", ""),
     ],
 )
 def test_files_of_rays_that_cannot_be_used(
@@ -287,7 +287,7 @@ def test_files_of_rays_that_cannot_be_used(
 
 
 def test_what_is_not_taken_over(load: Callable[..., ClusterSpec]) -> None:
-    with pytest.raises(UsageError, match="`file_mounts` is not taken over"):
+    with pytest.raises(UsageError, match="`file_mounts` is not supported"):
         load(LOCAL + "file_mounts: {/data: /data}\n")
     with pytest.raises(UsageError, match="coordinator_address"):
         load(LOCAL.replace("head_ip: 10.0.0.1", "coordinator_address: h"))

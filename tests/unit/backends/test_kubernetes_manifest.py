@@ -18,7 +18,7 @@ from heliostat.cluster import planner
 from heliostat.common.errors import UsageError
 from heliostat.config import loader
 from heliostat.config.spec import ClusterSpec
-from heliostat.state.store import ClusterFolder
+from heliostat.state.store import ClusterDirectory
 from standins.definitions import DEFINITIONS
 
 SITES = ["kubernetes"]
@@ -31,7 +31,7 @@ def spec(**values: Any) -> ClusterSpec:
 def rendered(run: bool = False, **values: Any) -> dict[str, Any]:
     command = {"argv": ["true"], "cwd": "/", "text": "true"} if run else None
     _, plan = planner.plan(
-        ClusterFolder(Path("/nowhere/clusters/lab")), spec(**values), cluster_id="ab" * 8, command=command
+        ClusterDirectory(Path("/nowhere/clusters/lab")), spec(**values), cluster_id="ab" * 8, command=command
     )
     assert [file.path.name for file in plan.files] == ["manifest.yaml"]
     return dict(yaml.safe_load(plan.files[0].text))
@@ -172,7 +172,7 @@ def test_any_other_field_goes_in() -> None:
 
 def test_what_is_printed_has_no_references_and_no_id() -> None:
     _, plan = planner.plan(
-        ClusterFolder(Path("/nowhere/clusters/lab")),
+        ClusterDirectory(Path("/nowhere/clusters/lab")),
         spec(nodes=2, kubernetes={"volumes": [{"emptyDir": {}, "mountPath": "/x"}]}),
     )
     assert "&id" not in plan.files[0].text and "heliostat/id" not in plan.files[0].text
@@ -190,7 +190,7 @@ def test_what_the_document_shows_is_accepted(tmp_path: Path, monkeypatch: pytest
         path = tmp_path / "heliostat.yaml"
         path.write_text(block if "\non: " in block else f"on: kubernetes\n{block}")
         found = loader.load(SITES, file=path, environ={}).spec
-        planner.plan(ClusterFolder(tmp_path / "lab"), found)
+        planner.plan(ClusterDirectory(tmp_path / "lab"), found)
 
 
 REFUSED = [

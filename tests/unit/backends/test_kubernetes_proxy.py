@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from heliostat.backends.kubernetes import api as kube
 from heliostat.backends.kubernetes.proxy import proxy_error, rewrite, upgrades
 from heliostat.common.errors import AccessDenied, HeliostatError
-from heliostat.remote.ray_client import NoAnswer
+from heliostat.remote.ray_client import NoResponse
 
 PATH = "/k8s/api/v1/namespaces/ml/services/http:lab-head-svc:8265/proxy"
 HOST = "10.0.0.1:6443"
@@ -213,7 +213,7 @@ def status(code: int, message: str) -> bytes:
 )
 def test_a_service_that_is_gone_is_no_answer_of_rays(tmp_path: Path, code: int, message: str) -> None:
     error = answered(tmp_path, code, status(code, message))
-    assert isinstance(error, NoAnswer) and error.cause == message
+    assert isinstance(error, NoResponse) and error.cause == message
     assert error.details == f"the API server's proxy answered {code} to GET /api/jobs/run"
 
 

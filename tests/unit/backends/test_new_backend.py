@@ -18,7 +18,7 @@ from heliostat.cluster import planner
 from heliostat.common.errors import HeliostatError, UsageError
 from heliostat.config import loader
 from heliostat.state.states import NodeState
-from heliostat.state.store import ClusterFolder
+from heliostat.state.store import ClusterDirectory
 from unit.scheduler import Scheduler
 
 N = NodeState
@@ -65,7 +65,7 @@ def planned(nodes: int = 3, **more: Any) -> tuple[LaunchRequest, Plan]:
     said = {"on": "gridengine", "name": "lab", "gridengine": TABLE, **more}
     size = {} if "groups" in more else {"nodes": nodes}
     spec = loader.check({**said, **size}, {}, backends.names())
-    return planner.plan(ClusterFolder(Path("/home/me/.heliostat/clusters/lab")), spec)
+    return planner.plan(ClusterDirectory(Path("/home/me/.heliostat/clusters/lab")), spec)
 
 
 class Grid(Scheduler):

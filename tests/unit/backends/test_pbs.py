@@ -26,7 +26,7 @@ from heliostat.cluster import planner
 from heliostat.common.errors import DeadlineError, HeliostatError, UsageError
 from heliostat.config import loader
 from heliostat.state.states import NodeState
-from heliostat.state.store import ClusterFolder
+from heliostat.state.store import ClusterDirectory
 from unit.scheduler import Answer, Scheduler
 
 N = NodeState
@@ -338,7 +338,7 @@ def planned(
     if queues:
         told = (0, f"=== queues\n{queues}\n=== server\n{SERVER}\n", "")
         host = Pbs(find=(0, f"=== /opt/pbs/bin\n{VERSION}", ""), queues=told)
-    return planner.plan(ClusterFolder(Path(folder)), spec, command=what, host=host)
+    return planner.plan(ClusterDirectory(Path(folder)), spec, command=what, host=host)
 
 
 def script(*args: Any, **values: Any) -> str:
@@ -398,10 +398,10 @@ def test_each_chunk_is_a_node_with_its_size() -> None:
 def test_a_node_that_comes_later_has_its_own_chunk() -> None:
     table = {"select": "1:ncpus=8+2:ncpus=4+1:ncpus=2"}
     spec = loader.check({"name": "lab", "on": "pbs", "nodes": 6, "pbs": table}, {}, SITES)
-    from heliostat.config.spec import members
+    from heliostat.config.members import members
 
     def select(*numbers: int) -> str:
-        _, plan = planner.plan(ClusterFolder(Path("/f/lab")), spec, [members(spec)[i] for i in numbers])
+        _, plan = planner.plan(ClusterDirectory(Path("/f/lab")), spec, [members(spec)[i] for i in numbers])
         return re.findall(r"select=(\S+)", plan.files[0].text)[0]
 
     assert select(2) == "1:ncpus=4" and select(1, 3) == "1:ncpus=4+1:ncpus=2"

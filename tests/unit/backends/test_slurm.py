@@ -27,7 +27,7 @@ from heliostat.config import loader
 from heliostat.config.spec import ClusterSpec
 from heliostat.remote.transport import Completed
 from heliostat.state.states import NodeState
-from heliostat.state.store import ClusterFolder
+from heliostat.state.store import ClusterDirectory
 from unit.scheduler import Scheduler
 
 N = NodeState
@@ -217,7 +217,7 @@ def planned(
     spec = loader.check({"name": "lab", "on": "slurm", "nodes": nodes, **values}, {}, ["local", "slurm"])
     what = {"argv": ["true"], "text": "true", "cwd": "/"} if command else None
     host = Scheduler(sinfo=(0, sinfo, "")) if sinfo else None
-    return planner.plan(ClusterFolder(Path(folder)), spec, command=what, host=host)
+    return planner.plan(ClusterDirectory(Path(folder)), spec, command=what, host=host)
 
 
 def script(*args: Any, **values: Any) -> str:
@@ -311,7 +311,7 @@ def test_a_group_is_a_job_of_its_own_that_starts_after_the_heads() -> None:
         "big": {"gpus": 2, "options": {"partition": "gpu", "extra": ["-x", "n9"]}},
     }
     spec = loader.check({"name": "lab", "on": "slurm", "groups": groups}, {}, ["local", "slurm"])
-    _, plan = planner.plan(ClusterFolder(Path("/f/lab")), spec)
+    _, plan = planner.plan(ClusterDirectory(Path("/f/lab")), spec)
     assert [step.nodes for step in plan.steps] == [("head",), ("cpu-1", "cpu-2"), ("big-1",)]
     assert [slurm.AFTER_HEAD in step.argv for step in plan.steps] == [False, True, True]
     head, cpu, big = (file.text for file in plan.files)
@@ -319,7 +319,7 @@ def test_a_group_is_a_job_of_its_own_that_starts_after_the_heads() -> None:
     assert "--nodes=2" in cpu and "--cpus-per-task=4" in cpu and "--partition" not in head + cpu
     assert {"#SBATCH --partition=gpu", "#SBATCH -xn9", "#SBATCH --gpus-per-node=2"} <= set(big.splitlines())
     says = Scheduler(squeue=(0, "", ""), sbatch=(0, "41\n", ""))
-    request, _ = planner.plan(ClusterFolder(Path("/f/lab")), spec)
+    request, _ = planner.plan(ClusterDirectory(Path("/f/lab")), spec)
     assert [handle.nodes for handle in BACKEND.launch(plan, request, says)] == [s.nodes for s in plan.steps]
     sent = [words for words in says.asked if words[0] == "sbatch"]
     assert ["--dependency=after:41" in words for words in sent] == [False, True, True]
@@ -329,7 +329,7 @@ def test_a_wrong_option_of_a_group_is_named() -> None:
     groups = {"big": {"options": {"partitoin": "gpu"}}}
     spec = loader.check({"name": "lab", "on": "slurm", "groups": groups}, {}, ["local", "slurm"])
     with pytest.raises(UsageError, match="partitoin") as caught:
-        planner.plan(ClusterFolder(Path("/f/lab")), spec)
+        planner.plan(ClusterDirectory(Path("/f/lab")), spec)
     assert "partition" in caught.value.hint
 
 

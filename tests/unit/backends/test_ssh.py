@@ -16,18 +16,20 @@ from heliostat.backends.ssh import BACKEND, ssh_command
 from heliostat.cluster import planner
 from heliostat.cluster.manager import ClusterManager
 from heliostat.common.errors import HeliostatError, UsageError
-from heliostat.config.spec import ClusterSpec, Host, members
+from heliostat.config.members import members
+from heliostat.config.spec import ClusterSpec
+from heliostat.config.tables import Host
 from heliostat.remote.transport import Completed
 from heliostat.state.records import NodeRecord, Record
 from heliostat.state.states import NodeState
-from heliostat.state.store import ClusterFolder, Store
+from heliostat.state.store import ClusterDirectory, Store
 
 PLACE = Path(".heliostat/via/abc")
 
 
 def plan(*machines: Any, **values: Any) -> tuple[LaunchRequest, Plan]:
     spec = ClusterSpec.model_validate({"on": "ssh", "name": "lab", "hosts": list(machines), **values})
-    folder = ClusterFolder(PLACE / (members(spec)[0].name))
+    folder = ClusterDirectory(PLACE / (members(spec)[0].name))
     return planner.plan(folder, spec, cluster_id="abc")
 
 
@@ -200,7 +202,7 @@ def test_a_worker_that_the_head_hears_is_not_asked(
     if zinc:
         live["nodes"]["zinc"] = {"state": zinc, "launch": 1}
     handles = [handle("gold", "head"), handle("zinc")]
-    seen = life.observer._ask_backend(ClusterFolder(tmp_path), record, handles, live)
+    seen = life.observer._ask_backend(ClusterDirectory(tmp_path), record, handles, live)
     assert {one.state for one in seen.values()} == {NodeState.ALLOCATED}
     assert (found["gold"].asked, found["zinc"].asked) == (0, asked)
 

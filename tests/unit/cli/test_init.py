@@ -16,7 +16,7 @@ from heliostat.common.errors import HeliostatError, UsageError
 from heliostat.config import loader
 from heliostat.config.spec import ClusterSpec
 from heliostat.remote.transport import Completed, Local
-from heliostat.state.store import ClusterFolder
+from heliostat.state.store import ClusterDirectory
 
 
 class Machine(Local):
@@ -65,7 +65,7 @@ def accepted(text: str, folder: Path) -> ClusterSpec:
     path = folder / "heliostat.yaml"
     path.write_text(text)
     spec = loader.load(backends.names(), file=path, environ={}).spec
-    planner.plan(ClusterFolder(folder / spec.cluster_name), spec, host=None)
+    planner.plan(ClusterDirectory(folder / spec.cluster_name), spec, host=None)
     return spec
 
 

@@ -13,7 +13,7 @@ from heliostat.cluster.view import View
 from heliostat.common.errors import HeliostatError
 from heliostat.remote import transport
 from heliostat.state.records import Record
-from heliostat.state.store import ClusterFolder, Store
+from heliostat.state.store import ClusterDirectory, Store
 
 NAMES = ["a", "b", "c"]
 
@@ -29,7 +29,7 @@ def test_all_clusters_are_asked_at_once(life: ClusterManager, monkeypatch: pytes
     """No answer comes before all were asked."""
     asked = threading.Barrier(len(NAMES))
 
-    def look(folder: ClusterFolder) -> View:
+    def look(folder: ClusterDirectory) -> View:
         asked.wait(30)
         return View(folder, folder.record(), {})
 
@@ -38,10 +38,10 @@ def test_all_clusters_are_asked_at_once(life: ClusterManager, monkeypatch: pytes
 
 
 def test_only_so_many_are_asked_at_once(life: ClusterManager, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport, "AT_ONCE", 2)
+    monkeypatch.setattr(transport, "MAX_CONCURRENT_HOSTS", 2)
     now, most, lock, pair = 0, 0, threading.Lock(), threading.Barrier(2)
 
-    def look(folder: ClusterFolder) -> View:
+    def look(folder: ClusterDirectory) -> View:
         nonlocal now, most
         with lock:
             now += 1
@@ -59,7 +59,7 @@ def test_only_so_many_are_asked_at_once(life: ClusterManager, monkeypatch: pytes
 def test_one_that_fails_keeps_no_other_from_being_listed(
     life: ClusterManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def look(folder: ClusterFolder) -> View:
+    def look(folder: ClusterDirectory) -> View:
         if folder.name == "b":
             raise HeliostatError("its login node does not answer")
         return View(folder, folder.record(), {})

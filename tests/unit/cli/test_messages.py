@@ -31,7 +31,7 @@ from heliostat.common.processes import process_start
 from heliostat.config.spec import ClusterSpec
 from heliostat.state.records import NodeRecord, Record
 from heliostat.state.states import NodeState
-from heliostat.state.store import ClusterFolder, Store
+from heliostat.state.store import ClusterDirectory, Store
 from unit.ray_server import NODE, TOKEN, Ray, job, serve
 
 SNAPSHOTS = Path(__file__).parents[1] / "snapshots"
@@ -150,7 +150,7 @@ def past(person: Person) -> None:
     """Three ended clusters: one was taken down, one ran a script, one did not start."""
     at = 1_700_000_000.0
 
-    def ended(name: str, state: NodeState, **more: Any) -> ClusterFolder:
+    def ended(name: str, state: NodeState, **more: Any) -> ClusterDirectory:
         nodes = {
             n: NodeRecord(n, "head" if n == "head" else "worker", None, state, "", at) for n in ("head", "w1")
         }
@@ -195,7 +195,7 @@ def past(person: Person) -> None:
     ended("bad", NodeState.FAILED, ended=at + 3, reason="it did not start")
 
 
-def live(person: Person, dashboard: int = 1, state: str = "READY") -> ClusterFolder:
+def live(person: Person, dashboard: int = 1, state: str = "READY") -> ClusterDirectory:
     """A cluster that looks alive: its nodes are two processes that sleep, its head says that they are ready."""
     started = time.time() - 5430
     sleepers = {node: subprocess.Popen(["sleep", "600"], start_new_session=True) for node in ("head", "w1")}
@@ -721,7 +721,7 @@ def test_a_home_that_cannot_be_written(person: Person, monkeypatch: pytest.Monke
     assert said.code == 1 and said.err.splitlines() == [
         f"error: could not write `{person.place}/file/home`",
         "  cause: Not a directory",
-        "  hint: set HELIOSTAT_HOME to another folder",
+        "  hint: set HELIOSTAT_HOME to another directory",
     ]
     assert person.types("ls").code == 0, "looking works"
 

@@ -21,7 +21,8 @@ from heliostat.cluster.planner import agent_archive
 from heliostat.common.errors import Interrupted, UsageError
 from heliostat.common.events import Event
 from heliostat.common.processes import process_start
-from heliostat.config.spec import ClusterSpec, Environment
+from heliostat.config.spec import ClusterSpec
+from heliostat.config.tables import Environment
 from heliostat.remote.ssh import Ssh
 from heliostat.remote.transport import Local
 

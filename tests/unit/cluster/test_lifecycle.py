@@ -16,7 +16,7 @@ from heliostat.cluster.resolve import needs_report, resolve_state
 from heliostat.common.events import Event
 from heliostat.state.records import NodeRecord, Record
 from heliostat.state.states import NodeState as N
-from heliostat.state.states import check_move
+from heliostat.state.states import check_transition
 from heliostat.state.store import Store
 
 NOTHING: dict[str, Any] = {}
@@ -36,7 +36,7 @@ def verdict(
         assert resolve_state(node, Observation(seen, why), live, {}, wanted, alone)[:2] == (state, reason)
     assert 0 < since <= time.time()
     if state is not now:
-        check_move(now, state)  # whatever the witnesses say, it is a move that there is
+        check_transition(now, state)  # whatever the witnesses say, it is a move that there is
     return state, reason
 
 

@@ -18,7 +18,7 @@ from heliostat.common.errors import HeliostatError, NotFoundError, Refused
 from heliostat.remote.transport import Local
 from heliostat.state.records import NodeRecord, Record
 from heliostat.state.states import NodeState
-from heliostat.state.store import ClusterFolder, Store
+from heliostat.state.store import ClusterDirectory, Store
 
 N = NodeState
 HANDLE = Handle("ml/lab", ("head", "w1"), {"launch": 1})
@@ -79,7 +79,7 @@ def record(make_record: Callable[..., Record]) -> Record:
 
 
 @pytest.fixture
-def folder(store: Store, record: Record) -> ClusterFolder:
+def folder(store: Store, record: Record) -> ClusterDirectory:
     return store.create(record, {"token": "made here", "events.jsonl": ""})
 
 
@@ -89,7 +89,7 @@ def fake() -> Fake:
 
 
 @pytest.fixture
-def told(folder: ClusterFolder, fake: Fake) -> PlatformSync:
+def told(folder: ClusterDirectory, fake: Fake) -> PlatformSync:
     return PlatformSync(folder, cast("Platform", fake), Local())
 
 
@@ -284,7 +284,7 @@ def test_no_word_is_no_word(clock: list[float]) -> None:
 
 
 def test_what_others_write_meanwhile_is_kept(
-    folder: ClusterFolder, record: Record, fake: Fake, monkeypatch: pytest.MonkeyPatch
+    folder: ClusterDirectory, record: Record, fake: Fake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`status --watch` asks the platform while `down` notes what has become of the jobs."""
     watching, ending = (PlatformSync(folder, cast(Platform, fake), Local()) for _ in range(2))
@@ -302,7 +302,7 @@ def test_what_others_write_meanwhile_is_kept(
 
 
 def test_the_state_is_written_under_the_lock(
-    folder: ClusterFolder, record: Record, fake: Fake, monkeypatch: pytest.MonkeyPatch
+    folder: ClusterDirectory, record: Record, fake: Fake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held: list[bool] = []
     write = PlatformSync._write
@@ -319,7 +319,7 @@ def test_the_state_is_written_under_the_lock(
 
 
 def test_the_state_of_another_cluster_is_not_written(
-    folder: ClusterFolder, record: Record, fake: Fake
+    folder: ClusterDirectory, record: Record, fake: Fake
 ) -> None:
     """A second one has the name, while somebody still asks for the first."""
     other = folder.record()

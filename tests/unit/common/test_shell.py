@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 
 from heliostat.cluster.planner import plan
 from heliostat.common.shell import export, quote, split
-from heliostat.config.spec import ClusterSpec, Environment
+from heliostat.config.spec import ClusterSpec
+from heliostat.config.tables import Environment
 from heliostat.remote.start_script import BatchScript, agent_script
-from heliostat.state.store import ClusterFolder
+from heliostat.state.store import ClusterDirectory
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 NASTY = [
@@ -77,7 +78,7 @@ def test_a_quote_that_is_not_closed() -> None:
 
 def rendered(tmp: Path, **values: Any) -> str:
     spec = ClusterSpec.model_validate({"name": "lab", **values})
-    _, made = plan(ClusterFolder(tmp / "clusters" / "lab"), spec)
+    _, made = plan(ClusterDirectory(tmp / "clusters" / "lab"), spec)
     (file,) = made.files
     return file.text.replace(str(tmp), "/HOME").replace(sys.executable, "/PYTHON")
 

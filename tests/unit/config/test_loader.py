@@ -18,7 +18,7 @@ from heliostat import backends
 from heliostat.cluster import planner
 from heliostat.common.errors import UsageError
 from heliostat.config import loader
-from heliostat.config.loader import FILE, LARGEST_FILE, Config, load, schema
+from heliostat.config.loader import FILE, MAX_FILE_BYTES, Config, load, schema
 from heliostat.config.spec import ClusterSpec
 from heliostat.state.ownership import UnsafePathError
 
@@ -116,6 +116,34 @@ def test_a_head_named_by_a_word_can_have_more(file: Path) -> None:
     assert (config.spec.head.host, config.spec.head.work) == ("platinum", False)
 
 
+def test_the_last_source_of_a_key_wins_in_either_spelling(file: Path) -> None:
+    text = "gpus: 1\nhead: {cpus_per_node: 2}\ngroups: {a: {memory: 1G}}\n"
+    environ = {"HELIOSTAT_HEAD__CPUS": "3", "HELIOSTAT_GROUPS__A__MEMORY_PER_NODE": "2G"}
+    config = read(file, text, environ, gpus_per_node=4)
+    assert config.spec.gpus_per_node == 4 and config.spec.head.cpus == 3
+    assert config.spec.groups["a"].memory == 2 << 30
+    assert config.origins["gpus_per_node"] == "--gpus-per-node" and "gpus" not in config.origins
+    assert read(file, "gpus_per_node: 1\n", {"HELIOSTAT_GPUS": "2"}).spec.gpus_per_node == 2
+    base = {"gpus_per_node": 8}
+    file.write_text("gpus: 1\n")
+    assert load(SITES, file=file, environ={}, base=base).spec.gpus_per_node == 1
+
+
+def test_an_alias_is_named_as_it_is_written(file: Path) -> None:
+    error = refused(file, "name: lab\ngpus: -1\n")
+    assert error.message == "`gpus` cannot be used" and f"{FILE} line 2" in error.cause
+    error = refused(file, "gpus: 1\ngpus_per_node: 1\n")
+    assert "`gpus` and `gpus_per_node` are the same key" in error.cause
+
+
+def test_the_schema_has_the_deprecated_spellings() -> None:
+    document = schema({})
+    tables = [document, *(document["$defs"][name] for name in ("Head", "Group", "Host"))]
+    aliases = ("gpus", "gpus_per_node", "gpus_per_node", "gpus_per_node")
+    for table, alias in zip(tables, aliases, strict=True):
+        assert table["properties"][alias]["deprecated"] is True
+
+
 @pytest.mark.parametrize(
     ("environ", "key", "value"),
     [
@@ -150,15 +178,15 @@ def test_our_own_variables_are_not_keys(file: Path) -> None:
 
 
 def test_a_file_is_found_where_one_works(tmp_path: Path) -> None:
-    assert load(SITES, environ={}, look_in=tmp_path).spec.nodes == 1
+    assert load(SITES, environ={}, search_dir=tmp_path).spec.nodes == 1
     (tmp_path / FILE).write_text("nodes: 4\n")
-    assert load(SITES, environ={}, look_in=tmp_path).spec.nodes == 4
+    assert load(SITES, environ={}, search_dir=tmp_path).spec.nodes == 4
 
 
 def refuse_default(folder: Path) -> UnsafePathError:
     """The error for the default file there; the same file is used when the user names it."""
     with pytest.raises(UnsafePathError) as caught:
-        load(SITES, environ={}, look_in=folder)
+        load(SITES, environ={}, search_dir=folder)
     assert caught.value.hint == f"to use it anyway, name it: -f {FILE}"
     assert load(SITES, environ={}, file=folder / FILE).spec.nodes == 4
     return caught.value
@@ -173,7 +201,7 @@ def test_a_default_file_that_others_can_write_is_refused(tmp_path: Path) -> None
         assert f"`{path}` can be changed by everybody" in refuse_default(tmp_path).cause
         path.chmod(before)
     tmp_path.chmod(0o1777)  # as /tmp: others cannot replace our file
-    assert load(SITES, environ={}, look_in=tmp_path).spec.nodes == 4
+    assert load(SITES, environ={}, search_dir=tmp_path).spec.nodes == 4
 
 
 @pytest.mark.needs_linux
@@ -185,14 +213,14 @@ def test_a_default_file_of_another_user_is_refused(tmp_path: Path, monkeypatch: 
     (tmp_path / FILE).symlink_to("theirs")
     assert "belongs to user 12345" in refuse_default(tmp_path).cause
     os.chown(tmp_path / "theirs", 0, 0)
-    assert load(SITES, environ={}, look_in=tmp_path).spec.nodes == 4
+    assert load(SITES, environ={}, search_dir=tmp_path).spec.nodes == 4
     os.lchown(tmp_path / FILE, 12345, 12345)
     assert "is a symbolic link of user 12345" in refuse_default(tmp_path).cause
     os.lchown(tmp_path / FILE, 0, 0)
     monkeypatch.setattr(os, "getuid", lambda: 54321)
     assert "belongs to root" in refuse_default(tmp_path).cause
     tmp_path.chmod(0o755)
-    assert load(SITES, environ={}, look_in=tmp_path).spec.nodes == 4
+    assert load(SITES, environ={}, search_dir=tmp_path).spec.nodes == 4
 
 
 @pytest.mark.needs_linux
@@ -212,7 +240,7 @@ def test_a_default_file_of_the_user_s_private_group(tmp_path: Path, monkeypatch:
     (tmp_path / FILE).write_text("nodes: 4\n")
     (tmp_path / FILE).chmod(0o664)
     monkeypatch.setattr("heliostat.agent.ownership._is_private_group", lambda gid: True)
-    assert load(SITES, environ={}, look_in=tmp_path).spec.nodes == 4
+    assert load(SITES, environ={}, search_dir=tmp_path).spec.nodes == 4
     monkeypatch.setattr("heliostat.agent.ownership._is_private_group", lambda gid: False)
     assert "can be changed by its group" in refuse_default(tmp_path).cause
 
@@ -283,7 +311,7 @@ def test_many_bad_values_are_counted(file: Path) -> None:
 
 def test_an_unknown_site_is_told_with_those_there_are(file: Path) -> None:
     error = refused(file, "on: slrum")
-    assert error.message == "there is no site `slrum`" and error.hint == "--on slurm"
+    assert error.message == "there is no backend `slrum`" and error.hint == "--on slurm"
     assert "local, slurm, ssh" in error.cause and f"{FILE} line 1" in error.cause
 
 
@@ -434,7 +462,7 @@ NOT_FILES: dict[str, tuple[str | bytes, str]] = {
     "binary": (bytes(range(256)) * 4, "is not YAML"),
     "nul": (b"name: a\0b", "is not YAML"),
     "latin1": ("name: caf\xe9".encode("latin-1"), "is not YAML"),
-    "huge": (b"#" * (LARGEST_FILE + 1), "is too large"),
+    "huge": (b"#" * (MAX_FILE_BYTES + 1), "is too large"),
     "tagged": ("name: !!python/object/apply:os.system [id]", "`name` cannot be used"),
     "tagged scalar": ("name: !lab x", "`name` is not a plain value"),
     "a word": ("hello", "is not a table of keys"),

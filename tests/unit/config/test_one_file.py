@@ -11,8 +11,8 @@ from heliostat import backends
 from heliostat.cluster import planner
 from heliostat.common.errors import UsageError
 from heliostat.config import loader
-from heliostat.config.spec import members
-from heliostat.state.store import ClusterFolder
+from heliostat.config.members import members
+from heliostat.state.store import ClusterDirectory
 
 FILE = """
 name: train
@@ -42,7 +42,7 @@ def test_the_same_file_serves_every_site(site: str, tmp_path: Path) -> None:
     path.write_text(FILE % site)
     spec = loader.load(backends.names(), file=path, environ={}).spec
     assert (spec.on, spec.cluster_name, len(members(spec))) == (site, "train", 3)
-    _, plan = planner.plan(ClusterFolder(tmp_path / "clusters" / "train"), spec)
+    _, plan = planner.plan(ClusterDirectory(tmp_path / "clusters" / "train"), spec)
     assert sum(len(step.nodes) for step in plan.steps) == 3 and plan.files
     told = json.dumps([dict(step.config) for step in plan.steps]) + "".join(file.text for file in plan.files)
     assert "OMP_NUM_THREADS" in told and "vision" in told, "the environment and the labels go everywhere"
@@ -60,7 +60,7 @@ def planned(site: str, more: str, tmp_path: Path) -> None:
     path = tmp_path / "heliostat.yaml"
     path.write_text(FILE.replace("nodes: 3\n", "") % site + more)
     spec = loader.load(backends.names(), file=path, environ={}).spec
-    planner.plan(ClusterFolder(tmp_path / "clusters" / "train"), spec)
+    planner.plan(ClusterDirectory(tmp_path / "clusters" / "train"), spec)
 
 
 @pytest.mark.parametrize("site", backends.names())

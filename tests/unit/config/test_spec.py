@@ -10,15 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from heliostat.config.spec import (
-    ClusterSpec,
-    Member,
-    check_name,
-    count_members,
-    hosts,
-    members,
-    worker_members,
-)
+from heliostat.config.members import Member, count_members, hosts, members, worker_members
+from heliostat.config.spec import ClusterSpec
+from heliostat.config.tables import check_name
 
 NASTY = [
     "", " ", "a b", " a", "a ", "a\n", "\na", "a\tb", "'a'", '"a"', "a;b", "$HOME", "$(id)", "`id`", "a\\b", "a/b", "../a",
@@ -135,11 +129,11 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"nodes": 10**9}, "less than or equal to 10000"),
     ({"cpus_per_node": -1}, "greater than or equal to 0"),
     ({"cpus_per_node": False}, "`False` is not a number"),
-    ({"min_nodes": 4, "nodes": 3}, "min_nodes (4) is more than the 3 nodes"),
+    ({"min_nodes": 4, "nodes": 3}, "min_nodes (4) is more than the 3 requested nodes"),
     ({"memory_per_node": "lots"}, "is not a size"),
     ({"memory_per_node": 0}, "greater than 0"),
-    ({"memory_per_node": float("inf")}, "fits a machine"),
-    ({"object_store": "1M"}, "1.0 MiB is too small: Ray wants 80M at least"),
+    ({"memory_per_node": float("inf")}, "out of range for a size"),
+    ({"object_store": "1M"}, "1.0 MiB is too small: Ray requires at least 80M"),
     ({"time": "soon"}, "is not a duration"),
     ({"time": "0s"}, "greater than 0"),
     ({"time": 90}, "write `90m` or `90s`"),
@@ -201,7 +195,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"groups": {"g": {"nodes": -1}}}, "greater than or equal to 0"),
     ({"groups": {"g": {"memory": "x"}}}, "is not a size"),
     ({"nodes": 2, "groups": {"g": {"nodes": 2}}}, "`nodes` (2) and `groups` (head and 2 workers) disagree"),
-    ({"groups": {"g": {"nodes": 1}}, "min_nodes": 3}, "more than the 2 nodes"),
+    ({"groups": {"g": {"nodes": 1}}, "min_nodes": 3}, "more than the 2 requested nodes"),
     ({"nonsense": 1}, "Extra inputs"),
     ({"head": {"nonsense": 1}}, "Extra inputs"),
 ]  # fmt: skip
@@ -210,6 +204,26 @@ BAD: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("values", "words"), BAD, ids=[str(values)[:60] for values, _ in BAD])
 def test_bad_values(values: dict[str, Any], words: str) -> None:
     assert words in refused(**values)
+
+
+PER_NODE = [("cpus", "cpus_per_node", 3), ("gpus", "gpus_per_node", 2), ("memory", "memory_per_node", "2G")]
+
+
+@pytest.mark.parametrize(("short", "long", "value"), PER_NODE, ids=[short for short, *_ in PER_NODE])
+def test_both_spellings_of_a_key_of_one_node(short: str, long: str, value: Any) -> None:
+    for key in (short, long):
+        made = spec(**{key: value}, head={key: value}, groups={"a": {key: value}})
+        found = [getattr(made, long), getattr(made.head, short), getattr(made.groups["a"], short)]
+        assert found == [2 << 30 if short == "memory" else value] * 3
+    if short != "memory":
+        assert getattr(spec(hosts=[{"host": "a", long: value}]).hosts[0], short) == value
+
+
+@pytest.mark.parametrize(("short", "long", "value"), PER_NODE, ids=[short for short, *_ in PER_NODE])
+def test_both_spellings_at_once_are_refused(short: str, long: str, value: Any) -> None:
+    both = {short: value, long: value}
+    for values in (both, {"head": both}, {"groups": {"a": both}}, {"hosts": [{"host": "a", **both}]}):
+        assert f"`{short}` and `{long}` are the same key: keep one" in refused(**values)
 
 
 @pytest.mark.parametrize("label", ["", "a", "a.b_c-d", "a" * 63])
@@ -449,7 +463,9 @@ def test_fewer_nodes_than_machines_and_never_more() -> None:
     assert [m.name for m in worker_members(lab("a", "b", "c", nodes=2), 9)] == ["b", "c"]
     assert "`nodes` (3) is more than the 2 hosts" in refused(on="ssh", hosts=["a", "b"], nodes=3)
     assert len(members(lab("a", "b", nodes=3, head="c"))) == 3, "a head beside them is one more"
-    assert "min_nodes (3) is more than the 2 nodes" in refused(on="ssh", hosts=["a", "b"], min_nodes=3)
+    assert "min_nodes (3) is more than the 2 requested nodes" in refused(
+        on="ssh", hosts=["a", "b"], min_nodes=3
+    )
 
 
 def test_what_differs_from_machine_to_machine() -> None:

@@ -77,7 +77,7 @@ def test_what_no_node_has() -> None:
     advice = only(figures(node("head"), node("w1", gpu=0.0), demands=(asked,)))
     assert advice.kind == "infeasible"
     assert advice.what == "1 task or actor asks for 1 CPU + 4 GPU, and no node has that"
-    assert advice.saw == "the most that one node has is 1 GPU"
+    assert advice.describe == "the most that one node has is 1 GPU"
     assert "hangs" in advice.means and "num_gpus" in advice.do
 
 
@@ -86,24 +86,24 @@ def test_what_no_node_has_any_of_and_who_asks_for_it() -> None:
     pool = Actors("A", shape, "lab-1", 0, 3)
     advice = only(figures(node("head"), demands=(Demand(shape, 3),), actors=[pool]))
     assert advice.what.startswith("3 tasks or actors ask for 1 CPU + 2 special")
-    assert advice.saw == "no node has any special; it is `A` of job lab-1"
+    assert advice.describe == "no node has any special; it is `A` of job lab-1"
 
 
 def test_actors_that_no_status_tells_of() -> None:
     never = Actors("Big", {"CPU": 16.0}, "lab-1", 0, 1)
     coming = Actors("Small", {"CPU": 1.0}, "lab-1", 0, 1)
     advice = only(figures(node("head"), actors=[never, coming]))
-    assert advice.kind == "infeasible" and advice.saw.endswith("it is `Big` of job lab-1")
+    assert advice.kind == "infeasible" and advice.describe.endswith("it is `Big` of job lab-1")
 
 
 def test_what_is_there_but_not_on_one_node() -> None:
     big = node("big", resources={"CPU": [0.0, 16.0]})
     advice = only(figures(big, node("w1", gpu=0.0), demands=(Demand({"CPU": 8.0, "GPU": 1.0}, 1),)))
-    assert advice.saw.endswith("16 CPU, the most that one node has is 1 GPU, not on the same node")
+    assert advice.describe.endswith("16 CPU, the most that one node has is 1 GPU, not on the same node")
 
 
 def test_a_cluster_that_grows_may_get_what_is_not_here() -> None:
-    advice = only(figures(node("head"), demands=(Demand({"GPU": 1.0}, 1),), elastic=True))
+    advice = only(figures(node("head"), demands=(Demand({"GPU": 1.0}, 1),), has_autoscaling=True))
     assert "no node that is here has that" in advice.what and "may grow" in advice.means
 
 
@@ -111,7 +111,7 @@ def test_a_group_that_can_never_be() -> None:
     group = Group([{"CPU": 2.0}] * 3, True, "lab-1")
     advice = only(figures(node("head"), node("w1"), groups=[group]))
     assert advice.kind == "infeasible" and "3 × 2 CPU" in advice.what
-    assert advice.saw == "2 nodes: head CPU 0/2, w1 CPU 0/2"
+    assert advice.describe == "2 nodes: head CPU 0/2, w1 CPU 0/2"
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_runners_that_wait_for_cpus() -> None:
     runners, tasks = advise(seen)
     assert runners.kind == "starved"
     assert runners.what == "3 of 7 `SingleAgentEnvRunner` of job lab-1 wait for 1 CPU"
-    assert runners.saw == "4 of 4 CPU taken, 4 by 4 × `SingleAgentEnvRunner` of job lab-1"
+    assert runners.describe == "4 of 4 CPU taken, 4 by 4 × `SingleAgentEnvRunner` of job lab-1"
     assert "ask for 4 (num_env_runners" in runners.do
     assert (tasks.kind, tasks.what) == ("waiting", "5 tasks wait for 1 CPU")
 
@@ -164,7 +164,7 @@ def test_a_group_that_waits() -> None:
 def test_a_group_that_holds_what_its_own_program_waits_for() -> None:
     held = [node(name, 0.0, held={"CPU": 2.0}) for name in ("head", "w1")]
     advice = only(figures(*held, demands=(Demand({"CPU": 1.0}, 1),)))
-    assert advice.kind == "deadlock" and advice.saw == "4 CPU held and idle"
+    assert advice.kind == "deadlock" and advice.describe == "4 CPU held and idle"
     # what another uses is no deadlock
     used = [node(name, 2.0) for name in ("head", "w1")]
     assert kinds(advise(figures(*used, demands=(Demand({"CPU": 1.0}, 1),)))) == ["waiting"]
@@ -194,7 +194,7 @@ def test_waiting_beside_free_room_is_waiting_for_something_else() -> None:
 def test_memory_near_the_limit_where_ray_kills() -> None:
     advice = only(figures(node("head"), node("w1", memory=(22.0 * GIB, 23.5 * GIB))))
     assert (advice.kind, advice.what) == ("memory", "the memory of w1 is nearly used up")
-    assert "94%" in advice.saw and "95%" in advice.means
+    assert "94%" in advice.describe and "95%" in advice.means
 
 
 def test_objects_on_disk() -> None:
@@ -203,11 +203,11 @@ def test_objects_on_disk() -> None:
     advice = only(figures(used, node("w1"), spilled={"head": (0, 146802418)}))
     assert advice.kind == "spilling"
     assert (
-        advice.saw
+        advice.describe
         == "140.0 MiB written, 140.0 MiB of it while we looked; 60.0 MiB of 100.0 MiB in the object store"
     )
     before = only(figures(used, spilled={"head": (146802418, 146802418)}))
-    assert before.saw == "140.0 MiB written; 60.0 MiB of 100.0 MiB in the object store"
+    assert before.describe == "140.0 MiB written; 60.0 MiB of 100.0 MiB in the object store"
     # who wrote it has left
     assert advise(figures(node("head"), spilled={"head": (146802418, 146802418)})) == []
 
@@ -265,7 +265,7 @@ def test_each_look_of_the_host_counts_once() -> None:
 def test_a_gpu_that_waits_and_why(cpu: float, taken: float, means: str, do: str) -> None:
     advice = only(watched(STARVED, cpu, taken))
     assert (advice.kind, advice.what) == ("gpu-idle", "1 GPU is less than 80 % busy")
-    assert advice.saw == "w1 GPU 0 24 % (mean of 4 readings)"
+    assert advice.describe == "w1 GPU 0 24 % (mean of 4 readings)"
     assert means in advice.means and do in advice.do
 
 
@@ -284,13 +284,13 @@ def test_gpus_that_nobody_asks_for() -> None:
 def test_gpu_memory_nearly_full() -> None:
     assert advise(watched([99.0, 99.0], gpu=h200(99.0, 128107.0, 61.0))) == []  # 89 %
     advice = only(watched([99.0, 99.0], gpu=h200(99.0, 139000.0, 61.0)))
-    assert advice.kind == "gpu-memory" and advice.saw == "135.7 GiB of 140.4 GiB (NVIDIA H200)"
+    assert advice.kind == "gpu-memory" and advice.describe == "135.7 GiB of 140.4 GiB (NVIDIA H200)"
     assert all(word in advice.do for word in ("smaller batches", "fewer processes", "smaller model"))
 
 
 def test_a_hot_gpu() -> None:
     advice = only(watched([99.0], gpu=h200(99.0, 755.0, 88.0)))
-    assert advice.kind == "gpu-hot" and advice.saw == "88 °C (NVIDIA H200)"
+    assert advice.kind == "gpu-hot" and advice.describe == "88 °C (NVIDIA H200)"
 
 
 # -- placement

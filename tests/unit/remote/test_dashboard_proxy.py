@@ -290,7 +290,7 @@ def test_connections_without_a_session_make_room_for_new_ones(
     site: Site, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Anybody on this computer can open them. The oldest are closed without an answer, and the browser is served."""
-    most = site.proxy._most_strangers
+    most = site.proxy._max_unauthenticated
     with contextlib.ExitStack() as stack:
         idle = [stack.enter_context(site.connect()) for _ in range(most + 5)]
         for client in idle:

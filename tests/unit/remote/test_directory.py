@@ -18,10 +18,10 @@ from heliostat.cluster.manager import ClusterManager
 from heliostat.common.errors import HeliostatError
 from heliostat.remote import directory
 from heliostat.remote.directory import Follower, RemoteDirectory
-from heliostat.remote.ssh import Here
+from heliostat.remote.ssh import ThisHost
 from heliostat.state.records import NodeRecord, Record
 from heliostat.state.states import NodeState
-from heliostat.state.store import ClusterFolder, Store
+from heliostat.state.store import ClusterDirectory, Store
 from shared import until
 
 pytestmark = pytest.mark.needs_linux
@@ -45,8 +45,8 @@ def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def here(tmp_path: Path) -> ClusterFolder:
-    folder = ClusterFolder(tmp_path / "here")
+def here(tmp_path: Path) -> ClusterDirectory:
+    folder = ClusterDirectory(tmp_path / "here")
     folder.path.mkdir()
     folder.logs.mkdir()
     return folder
@@ -61,9 +61,9 @@ def head() -> Iterator[subprocess.Popen[bytes]]:
 
 
 @pytest.fixture
-def copy(here: ClusterFolder, head: subprocess.Popen[bytes]) -> Iterator[RemoteDirectory]:
+def copy(here: ClusterDirectory, head: subprocess.Popen[bytes]) -> Iterator[RemoteDirectory]:
     words = {"pid": head.pid, "start": processes.start_time(head.pid), "executable": sys.executable}
-    made = RemoteDirectory(here, Here(), PLACE, words)
+    made = RemoteDirectory(here, ThisHost(), PLACE, words)
     yield made
     made.close()
 
@@ -72,7 +72,7 @@ def files(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
-def test_one_look(there: Path, copy: RemoteDirectory, here: ClusterFolder) -> None:
+def test_one_look(there: Path, copy: RemoteDirectory, here: ClusterDirectory) -> None:
     (here.path / "pulse.json").write_text("gone there")
     copy.pull("zinc")
     assert files(here.path) == ["logs/run.out", "logs/zinc/agent.log", "nodes/zinc.json", "state.json"]
@@ -85,7 +85,7 @@ def test_one_look(there: Path, copy: RemoteDirectory, here: ClusterFolder) -> No
 def test_whoever_looks_again_is_told(
     there: Path,
     copy: RemoteDirectory,
-    here: ClusterFolder,
+    here: ClusterDirectory,
     head: subprocess.Popen[bytes],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -134,28 +134,28 @@ def test_a_follower_that_cannot_be_had(
         assert (copy.folder.path / "state.json").read_text() == content and copy._follower is None
 
 
-def test_nothing_is_written_after_the_end(there: Path, copy: RemoteDirectory, here: ClusterFolder) -> None:
+def test_nothing_is_written_after_the_end(there: Path, copy: RemoteDirectory, here: ClusterDirectory) -> None:
     copy.pull()
     assert copy.process
     follower = Follower(copy, copy.process, None)
-    until(lambda: follower.spoke, "it speaks")
-    follower.end()
+    until(lambda: follower.has_reported, "it speaks")
+    follower.stop()
     (there / "state.json").write_text("late")
     follower.join(60)
     assert not follower.is_alive() and (here.path / "state.json").read_text() == '{"a": 1}'
 
 
-def test_the_end(there: Path, copy: RemoteDirectory, here: ClusterFolder) -> None:
-    assert copy.finish() is None
+def test_the_end(there: Path, copy: RemoteDirectory, here: ClusterDirectory) -> None:
+    assert copy.collect_and_remove() is None
     assert files(here.path) == ["logs/run.out", "logs/zinc/agent.log", "nodes/zinc.json", "state.json"]
     assert not there.exists() and there.parents[1].exists()
-    assert copy.finish() is None, "it is gone already"
+    assert copy.collect_and_remove() is None, "it is gone already"
 
 
 def test_results_stay(there: Path, copy: RemoteDirectory) -> None:
     (there / "work/run").mkdir(parents=True)
     (there / "work/run/model.pt").write_text("weights")
-    assert copy.finish() == f"{PLACE}/work"
+    assert copy.collect_and_remove() == f"{PLACE}/work"
     assert files(there) == ["work/run/model.pt"]
 
 
@@ -169,30 +169,30 @@ def test_what_has_not_arrived_is_not_removed(
 
     monkeypatch.setattr(copy, "_unpack", full)
     with pytest.raises(HeliostatError, match="full"):
-        copy.finish()
+        copy.collect_and_remove()
     assert files(there) == before
 
 
 @pytest.mark.parametrize("name", ["../evil", "a/../../evil", "a/b/c", "/evil", ""])
 def test_names_from_elsewhere_stay_inside(
-    copy: RemoteDirectory, here: ClusterFolder, tmp_path: Path, name: str
+    copy: RemoteDirectory, here: ClusterDirectory, tmp_path: Path, name: str
 ) -> None:
     before = files(tmp_path)
-    copy.grow(name, 0, b"x")
+    copy.append_log(name, 0, b"x")
     assert [path for path in files(tmp_path) if path not in before] in ([], ["here/logs/a/b"])
     follower = Follower.__new__(Follower)
-    follower.mirror = copy
-    follower._take({"alive": True, "files": {name: "x", f"nodes/{name}": "x" if ".." in name else None}})
+    follower.remote = copy
+    follower._apply({"alive": True, "files": {name: "x", f"nodes/{name}": "x" if ".." in name else None}})
     assert [path for path in files(tmp_path) if path not in before] in ([], ["here/logs/a/b"])
 
 
-def test_a_stranger_in_the_tar(copy: RemoteDirectory, here: ClusterFolder, tmp_path: Path) -> None:
+def test_a_stranger_in_the_tar(copy: RemoteDirectory, here: ClusterDirectory, tmp_path: Path) -> None:
     copy._unpack(directory.pack({"../evil": b"x", "logs/fine": b"x"}))
     assert files(tmp_path) == ["here/logs/fine"]
 
 
 def test_last_words_that_have_not_come_yet(
-    there: Path, here: ClusterFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    there: Path, here: ClusterDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The site says that a node has ended, which was after the copy was made: it is judged by what it said last."""
     node = NodeRecord("zinc", "worker", state=NodeState.READY, launch=1, handle="7", joined="j1")
@@ -207,7 +207,7 @@ def test_last_words_that_have_not_come_yet(
             return {"7": Observation(NodeState.GONE, "PBS has forgotten the job")}
 
     monkeypatch.setattr(backends, "load", lambda _: Site())
-    life, copy = ClusterManager(Store(tmp_path)), RemoteDirectory(here, Here(), PLACE)
+    life, copy = ClusterManager(Store(tmp_path)), RemoteDirectory(here, ThisHost(), PLACE)
     monkeypatch.setattr(life.access, "mirror", lambda *_: copy)
     view = life.observe(here)
     assert "zinc" not in view.record.nodes, "it came with a join, and has left in order"

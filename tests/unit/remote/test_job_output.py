@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from heliostat.remote.job_output import OwnOutput
+from heliostat.remote.job_output import JobOutput
 
 SETUP = b"2026-01-02 03:04:05,678\tINFO job_manager.py:581 -- Runtime env is setting up.\n"
 PIP = b"2026-01-02 03:04:06,001\tINFO pip.py:12 -- Installing into /tmp/x\n"
@@ -34,7 +34,7 @@ STREAMS = {
 @given(cuts=st.lists(st.integers(0, 400), max_size=8))
 def test_only_its_own(name: str, cuts: list[int]) -> None:
     stream, expected = STREAMS[name]
-    own, found, at = OwnOutput("j1", LINE), b"", 0
+    own, found, at = JobOutput("j1", LINE), b"", 0
     for cut in [*sorted(min(cut, len(stream)) for cut in cuts), len(stream)]:
         found += own.feed(stream[at:cut])
         at = cut
@@ -43,13 +43,13 @@ def test_only_its_own(name: str, cuts: list[int]) -> None:
 
 def test_where_the_command_is_not_known() -> None:
     stream = SETUP + b"Running entrypoint for job j1: python x.py\nmine\n"
-    own = OwnOutput("j1", None)
+    own = JobOutput("j1", None)
     found = b"".join(own.feed(stream[i : i + 1]) for i in range(len(stream)))
     assert found + own.close() == b"mine\n"
 
 
 def test_nothing_is_held_back_without_need() -> None:
-    own = OwnOutput("j1", LINE)
+    own = JobOutput("j1", LINE)
     assert own.feed(SETUP) == b"" and own.feed(MARK) == b"" and own.feed(b"5%") == b"5%"
-    own = OwnOutput("j1", LINE)
+    own = JobOutput("j1", LINE)
     assert own.feed(SETUP + b"progress: 5%") == b"progress: 5%"

@@ -14,7 +14,7 @@ import pytest
 
 from heliostat.cluster.jobs import Jobs
 from heliostat.common.errors import HeliostatError, NotFoundError
-from heliostat.remote.ray_client import NoAnswer, RayApi
+from heliostat.remote.ray_client import NoResponse, RayApi
 from heliostat.state.states import NodeState
 from unit.ray_server import NODE, TOKEN, Ray, job, serve
 
@@ -43,16 +43,16 @@ def test_not_let_in(api: RayApi, token: str | None, words: str) -> None:
         lambda: api.submit("true", "x", {}),
         lambda: list(api.output("j1")),
     ):
-        with pytest.raises(HeliostatError, match="`lab` does not let us in") as caught:
+        with pytest.raises(HeliostatError, match="`lab` rejected the token") as caught:
             ask()
         assert words in caught.value.cause and caught.value.hint == "heliostat doctor lab"
-        assert not isinstance(caught.value, NoAnswer)
+        assert not isinstance(caught.value, NoResponse)
 
 
 def test_nobody_listens() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    with pytest.raises(NoAnswer, match="does not answer") as caught:
+    with pytest.raises(NoResponse, match="does not answer") as caught:
         RayApi("127.0.0.1", port, TOKEN, name="lab").jobs()
     assert "refused" in caught.value.cause and caught.value.details == f"http://127.0.0.1:{port}"
 
@@ -60,10 +60,10 @@ def test_nobody_listens() -> None:
 def test_a_listener_that_says_nothing_and_one_that_hangs_up() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         api = RayApi("127.0.0.1", silent.getsockname()[1], TOKEN, name="lab")
-        with pytest.raises(NoAnswer):
+        with pytest.raises(NoResponse):
             api._get("/nodes", timeout=0.1)
         threading.Thread(target=lambda: [silent.accept()[0].close() for _ in range(2)], daemon=True).start()
-        with pytest.raises(NoAnswer):
+        with pytest.raises(NoResponse):
             api.jobs()
 
 
@@ -71,13 +71,13 @@ def test_a_listener_that_says_nothing_and_one_that_hangs_up() -> None:
 def test_an_answer_that_is_no_json(api: RayApi, ray: Ray, body: str) -> None:
     for ask in (api.jobs, lambda: api.job("j1")):
         ray.fail = [(200, body)]
-        with pytest.raises(NoAnswer):
+        with pytest.raises(NoResponse):
             ask()
 
 
 def test_a_refusal_is_told_by_its_last_words(api: RayApi, ray: Ray) -> None:
     ray.fail = [(500, "Traceback (most recent call last):\n  File x\nValueError: no room\n\n")]
-    with pytest.raises(HeliostatError, match="Ray on `lab` said no") as caught:
+    with pytest.raises(HeliostatError, match="Ray on `lab` rejected the request") as caught:
         api.jobs()
     assert (
         caught.value.cause == "ValueError: no room" and caught.value.details == "GET /api/jobs/ answered 500"
@@ -123,7 +123,7 @@ def test_submit_waits_for_a_head_that_is_not_ready_for_jobs(api: RayApi, ray: Ra
 
 def test_submit_tells_other_refusals_at_once(api: RayApi, ray: Ray) -> None:
     ray.fail = [(500, "Traceback\nValueError: Job with submission_id mine already exists.")]
-    with pytest.raises(HeliostatError, match="said no") as caught:
+    with pytest.raises(HeliostatError, match="rejected the request") as caught:
         api.submit("true", "mine", {})
     assert "already exists" in caught.value.cause and ray.submitted == []
 
@@ -353,7 +353,7 @@ def test_a_whole_file_that_breaks_is_no_answer(api: RayApi, ray: Ray) -> None:
     ray.end()
     words = api.output("j1")
     assert next(words) == b"abcd"
-    with pytest.raises(NoAnswer):
+    with pytest.raises(NoResponse):
         next(words)
 
 
@@ -361,7 +361,7 @@ def test_one_who_waits_gets_each_byte_once_whatever_breaks(api: RayApi, ray: Ray
     ray.log, ray.broken_files = b"0123456789", [4, 0, 7]
     ray.end("FAILED", 3)
     head = SimpleNamespace(role="head", state=NodeState.READY, reason="")
-    record = SimpleNamespace(nodes={"head": head}, is_over=lambda: False, reason="")
+    record = SimpleNamespace(nodes={"head": head}, has_ended=lambda: False, reason="")
     view = SimpleNamespace(address="x", record=record, headless=False)
     store = SimpleNamespace(find=lambda name: None)
     access = SimpleNamespace(store=store, platform=lambda record: None)

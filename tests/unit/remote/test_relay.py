@@ -15,7 +15,7 @@ import pytest
 from heliostat.agent import hub
 from heliostat.common.errors import HeliostatError
 from heliostat.remote import relay
-from heliostat.remote.ray_client import NoAnswer, RayApi
+from heliostat.remote.ray_client import NoResponse, RayApi
 
 SECRET, TOKEN = "the-secret", "the-token-of-ray"
 
@@ -146,7 +146,7 @@ def test_who_does_not_know_the_secret_is_refused(
 ) -> None:
     with pytest.raises(ConnectionError, match="no agent of this cluster answers"):
         relay.dial("127.0.0.1", port_of(head), secret, timeout=30)
-    with pytest.raises(NoAnswer, match="does not answer"):
+    with pytest.raises(NoResponse, match="does not answer"):
         api(port_of(head), secret).jobs()
     assert dashboard[1] == []
 
@@ -180,12 +180,12 @@ def test_a_dashboard_that_nobody_of_us_runs_gets_no_token(
 ) -> None:
     """tests/real/test_attacks.py does it with another user's process."""
     monkeypatch.setattr(hub.ports, "is_ours", lambda port: False)
-    with pytest.raises(NoAnswer, match="does not answer"):
+    with pytest.raises(NoResponse, match="does not answer"):
         api(port_of(head)).jobs()
     assert dashboard[1] == []
 
 
 def test_a_worker_cannot_come_in_as_a_client() -> None:
     """The proofs of the two differ, so that one cannot be taken for the other."""
-    assert relay._proof("s", "client", "c") != hub.proof("s", "worker", "c", relay.NAME)
-    assert relay._proof("s", "client", "c") == hub.proof("s", "client", "c", relay.NAME)
+    assert relay._make_proof("s", "client", "c") != hub.proof("s", "worker", "c", relay.NAME)
+    assert relay._make_proof("s", "client", "c") == hub.proof("s", "client", "c", relay.NAME)

@@ -16,7 +16,7 @@ from heliostat.common.errors import HeliostatError
 from heliostat.remote import ssh
 from heliostat.remote.directory import REMOTE_ROOT, RemoteDirectory
 from heliostat.remote.ssh import HINTS, Ssh
-from heliostat.state.store import ClusterFolder
+from heliostat.state.store import ClusterDirectory
 
 # as OpenSSH takes its options; the last word is for the login shell of the other side
 SSH = """#!/bin/bash
@@ -55,7 +55,7 @@ def far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("FAR", str(place))
     monkeypatch.setenv("PATH", f"{place}/bin:{os.environ['PATH']}")
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.setattr(ssh, "TRIES", 1)  # tests/real/test_ssh_startups.py has what is tried again
+    monkeypatch.setattr(ssh, "ATTEMPTS", 1)  # tests/real/test_ssh_startups.py has what is tried again
     return place
 
 
@@ -94,18 +94,18 @@ def test_what_a_login_shell_prints_is_cut_off(far: Path) -> None:
         (
             "ssh: connect to host login port 22: Connection refused",
             "ssh.unreachable",
-            "does an ssh server run there",
+            "check that an ssh server listens",
         ),
         (
             "ssh: connect to host login port 22: Connection timed out",
             "ssh.unreachable",
-            "can this machine reach it",
+            "check the network from this host",
         ),
         ("kex_exchange_identification: read: Connection reset by peer", "ssh.failed", "ssh login"),
         (
             "ssh: connect to host login port 22: No route to host",
             "ssh.unreachable",
-            "can this machine reach it",
+            "check the network from this host",
         ),
         ("config: line 3: Bad configuration option: hots", "ssh.configuration", "ssh -G login"),
     ],
@@ -133,11 +133,11 @@ def test_one_object_a_machine() -> None:
 def test_this_machine_as_if_it_were_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
-    done = ssh.Here().run(
+    done = ssh.ThisHost().run(
         ["sh", "-c", 'pwd; printf "%s|" "$@"; cat; exit 3', "sh", *NASTY], input=b"in", timeout=30
     )
     assert done.code == 3 and done.out == f"{tmp_path}\n" + "".join(f"{word}|" for word in NASTY) + "in"
-    assert isinstance(ssh.connect([]), ssh.Here) and ssh.connect([]).forward("127.0.0.1", 7) == (
+    assert isinstance(ssh.connect([]), ssh.ThisHost) and ssh.connect([]).forward("127.0.0.1", 7) == (
         "127.0.0.1",
         7,
     )
@@ -200,7 +200,7 @@ def test_a_folder_for_sockets_that_others_can_enter_is_not_used(
         Ssh("login").run(["true"], timeout=30)
         calls = (far / "calls").read_text()
         assert "ControlMaster=auto" in calls and short not in calls
-        monkeypatch.setattr(ssh, "LONGEST", 0)
+        monkeypatch.setattr(ssh, "MAX_SOCKET_DIR", 0)
         Ssh("login").run(["true"], timeout=30)
         assert "Control" not in (far / "calls").read_text().removeprefix(calls)
 
@@ -216,7 +216,7 @@ def test_a_socket_s_path_is_short(far: Path, monkeypatch: pytest.MonkeyPatch, pl
     monkeypatch.setattr(
         Path, "lstat", lambda self: os.stat_result((0o40700, 0, 0, 0, os.getuid(), 0, 0, 0, 0, 0))
     )
-    chosen = ssh._sockets()
+    chosen = ssh._socket_dir()
     assert made == [chosen] and chosen.parent == Path(place if len(place) < 30 else "/tmp")
 
 
@@ -267,54 +267,56 @@ def test_a_port_of_the_other_side(far: Path, monkeypatch: pytest.MonkeyPatch, un
 def mirror(far: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RemoteDirectory:
     monkeypatch.setattr("heliostat.remote.directory.PULL_S", 0.0)
     (tmp_path / "near/logs").mkdir(parents=True)
-    return RemoteDirectory(ClusterFolder(tmp_path / "near"), Ssh("login"), far / "home" / REMOTE_ROOT / "a b")
+    return RemoteDirectory(
+        ClusterDirectory(tmp_path / "near"), Ssh("login"), far / "home" / REMOTE_ROOT / "a b"
+    )
 
 
 def test_what_is_pushed_is_there_whole(mirror: RemoteDirectory) -> None:
-    files = [(mirror.place / "token", b"secret", 0o600), (mirror.place / "script.sh", b"#!/bin/sh\n", 0o700)]
+    files = [(mirror.path / "token", b"secret", 0o600), (mirror.path / "script.sh", b"#!/bin/sh\n", 0o700)]
     mirror.push(files)
     assert [(p.read_bytes(), p.stat().st_mode & 0o777) for p, _, _ in files] == [(d, m) for _, d, m in files]
-    assert mirror.place.stat().st_mode & 0o077 == 0 and (mirror.place / "logs").is_dir()
-    mirror.ask({"do": "leave", "node": "w1"})
-    (request,) = (mirror.place / "requests").glob("*.json")
+    assert mirror.path.stat().st_mode & 0o077 == 0 and (mirror.path / "logs").is_dir()
+    mirror.add_request({"do": "leave", "node": "w1"})
+    (request,) = (mirror.path / "requests").glob("*.json")
     assert json.loads(request.read_text()) == {"do": "leave", "node": "w1"}
 
 
 def test_before_anything_is_there(mirror: RemoteDirectory) -> None:
     mirror.pull()
-    assert mirror.folder.state() == {} and mirror.finish() is None
+    assert mirror.folder.state() == {} and mirror.collect_and_remove() is None
 
 
 def test_small_files_come_whole_and_go_when_they_go(mirror: RemoteDirectory) -> None:
     mirror.push(
         [
-            (mirror.place / name, b'{"a": 1}', 0o600)
+            (mirror.path / name, b'{"a": 1}', 0o600)
             for name in ("state.json", "connection.json", "nodes/w1.json")
         ]
     )
     mirror.pull()
-    assert mirror.folder.state() == mirror.folder.last_words("w1") == mirror.folder.connection() == {"a": 1}
-    (mirror.place / "connection.json").unlink()
+    assert mirror.folder.state() == mirror.folder.node_report("w1") == mirror.folder.connection() == {"a": 1}
+    (mirror.path / "connection.json").unlink()
     mirror.pull()
     assert mirror.folder.connection() is None and mirror.folder.state() == {"a": 1}
 
 
 def test_logs_come_from_where_we_have_them(mirror: RemoteDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("heliostat.remote.directory.LARGEST", 1000)
+    monkeypatch.setattr("heliostat.remote.directory.MAX_LOG_CHUNK_BYTES", 1000)
     mirror.push([])
     data = os.urandom(2500)
     for name in ("run.out", "odd name$(x).out"):
-        (mirror.place / "logs" / name).write_bytes(data)
+        (mirror.path / "logs" / name).write_bytes(data)
     for _ in range(3):
         mirror.pull()
-    (mirror.place / "logs/run.out").open("ab").write(b"more")
+    (mirror.path / "logs/run.out").open("ab").write(b"more")
     mirror.pull()
     assert (mirror.folder.logs / "run.out").read_bytes() == data + b"more"
     assert (mirror.folder.logs / "odd name$(x).out").read_bytes() == data
 
 
 def test_a_nodes_own_logs_come_when_they_are_asked_for(mirror: RemoteDirectory) -> None:
-    mirror.push([(mirror.place / "logs/w1/ray.log", b"started", 0o600)])
+    mirror.push([(mirror.path / "logs/w1/ray.log", b"started", 0o600)])
     mirror.pull()
     assert not (mirror.folder.logs / "w1").exists()
     mirror.pull("w1")
@@ -336,11 +338,11 @@ def test_at_the_end_the_logs_come_home_and_only_results_stay(mirror: RemoteDirec
         "requests/x.json",
     ]
     mirror.push(
-        [(mirror.place / name, b"x", 0o600) for name in [*names, *(["work/run/result.txt"] if work else [])]]
+        [(mirror.path / name, b"x", 0o600) for name in [*names, *(["work/run/result.txt"] if work else [])]]
     )
-    assert mirror.finish() == (f"{mirror.place}/work" if work else None)
-    left = [str(p.relative_to(mirror.place)) for p in mirror.place.rglob("*") if p.is_file()]
-    assert left == (["work/run/result.txt"] if work else []) and mirror.place.exists() == work
+    assert mirror.collect_and_remove() == (f"{mirror.path}/work" if work else None)
+    left = [str(p.relative_to(mirror.path)) for p in mirror.path.rglob("*") if p.is_file()]
+    assert left == (["work/run/result.txt"] if work else []) and mirror.path.exists() == work
     assert (mirror.folder.logs / "w1/ray.log").read_bytes() == b"x"
 
 

@@ -18,7 +18,7 @@ from heliostat.common.errors import HeliostatError
 from heliostat.common.events import Event
 from heliostat.config.spec import ClusterSpec
 from heliostat.remote import staging
-from heliostat.state.store import ClusterFolder, Store
+from heliostat.state.store import ClusterDirectory, Store
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def quiet(event: Event) -> None:
 
 
 def made(venv: Path, store: Store) -> Path:
-    archive = staging.look(venv, store.cache)
+    archive = staging.describe_archive(venv, store.cache)
     staging.pack(archive, store, quiet)
     return archive.path
 
@@ -116,7 +116,7 @@ def test_drafts_of_the_dead_go_and_those_of_the_living_stay(venv: Path, store: S
 
 
 def test_two_clients_at_once(venv: Path, store: Store) -> None:
-    archive = staging.look(venv, store.cache)
+    archive = staging.describe_archive(venv, store.cache)
     threads = [threading.Thread(target=staging.pack, args=(archive, store, quiet)) for _ in range(4)]
     for thread in threads:
         thread.start()
@@ -128,9 +128,9 @@ def test_two_clients_at_once(venv: Path, store: Store) -> None:
 
 
 def test_it_tells_how_far_it_is(venv: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging, "TELL_S", -1.0)
+    monkeypatch.setattr(staging, "PROGRESS_INTERVAL_S", -1.0)
     events: list[Event] = []
-    staging.pack(staging.look(venv, store.cache), store, events.append)
+    staging.pack(staging.describe_archive(venv, store.cache), store, events.append)
     assert events[0].kind == "note" and str(venv) in events[0].text
     told = [event.detail["bytes"] for event in events if event.kind == "progress"]
     assert told == sorted(told) and told[-1] > 0 and events[-1].detail["of_bytes"] > 0
@@ -154,7 +154,7 @@ def test_the_agents_are_told_where_it_is(venv: Path, store: Store) -> None:
     link.symlink_to(venv)
     spec = ClusterSpec.model_validate({"environment": {"venv": str(link), "stage": "local"}})
     ClusterManager(store, quiet).environments.pack(spec)
-    order, _ = planner.plan(ClusterFolder(store.clusters / "lab"), spec)
+    order, _ = planner.plan(ClusterDirectory(store.clusters / "lab"), spec)
     told = order.config["stage"]
     assert Path(told["archive"]).exists() and told["venv"] == str(link)
     assert told["paths"] == sorted([str(link), str(venv)])

@@ -29,7 +29,7 @@ from heliostat.diagnostics import doctor
 from heliostat.remote import relay, tls
 from heliostat.remote.ray_client import RayApi
 from heliostat.state.records import Record
-from heliostat.state.store import ClusterFolder, Store
+from heliostat.state.store import ClusterDirectory, Store
 
 Make = Callable[..., Record]
 ID = "0123456789abcdef"
@@ -101,7 +101,7 @@ def test_a_cluster_without_tls_has_none(store: Store) -> None:
 def planned(site: str, more: dict[str, Any], tmp_path: Path) -> None:
     own = {"ssh": {"hosts": ["a", "b"]}}.get(site, {"nodes": 2})
     spec = check({"on": site, "name": "lab", **own, **more}, {}, backends.names())
-    order, _ = planner.plan(ClusterFolder(tmp_path / "clusters" / "lab"), spec)
+    order, _ = planner.plan(ClusterDirectory(tmp_path / "clusters" / "lab"), spec)
     assert order.config["tls"] is True
 
 

@@ -45,7 +45,7 @@ def test_words_in_both_streams_and_the_code_out() -> None:
     code = "import sys; sys.stderr.write('err'); print(sys.argv[1:], sys.stdin.read()); sys.exit(3)"
     done = Local().run([PYTHON, "-c", code, "a b", "$HOME", ";"], input=b"in", timeout=60)
     assert (done.code, done.out, done.err) == (3, "['a b', '$HOME', ';'] in\n", "err")
-    assert done.saw().endswith("ended with code 3")
+    assert done.describe().endswith("ended with code 3")
 
 
 def test_output_that_is_no_text() -> None:
@@ -75,7 +75,7 @@ def test_a_deadline_holds_when_a_grandchild_keeps_the_output_open() -> None:
 def test_a_program_that_is_not_there(name: str) -> None:
     with pytest.raises(HeliostatError, match="could not run") as caught:
         Local().run([name], timeout=5)
-    assert caught.value.cause == "it is not on this machine"
+    assert caught.value.cause == "this host does not have the program"
 
 
 def test_a_program_that_may_not_be_run(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_a_program_that_may_not_be_run(tmp_path: Path) -> None:
 
 
 def test_a_long_command_is_shown_short() -> None:
-    assert len(Completed(("x" * 1000,), 0, "", "").saw()) < 300
+    assert len(Completed(("x" * 1000,), 0, "", "").describe()) < 300
 
 
 # -- spawn

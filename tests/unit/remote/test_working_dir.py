@@ -272,12 +272,12 @@ def test_links_inside_are_followed_and_others_are_not(tmp_path: Path) -> None:
         assert archive.read("to-lib/up-a") == b"text"
         assert not any(stat.S_ISLNK(info.external_attr >> 16) for info in archive.infolist())
     assert package.skipped == (
-        "broken (a link that leads nowhere)",
-        "git (a link to what is always left out)",
-        "out (a link that leads out of the folder)",
-        "out-absolute (a link that leads out of the folder)",
-        "passwd (a link that leads out of the folder)",
-        "self (a link that leads nowhere)",
+        "broken (a link without a target)",
+        "git (a link to an excluded target)",
+        "out (a link to a target outside the directory)",
+        "out-absolute (a link to a target outside the directory)",
+        "passwd (a link to a target outside the directory)",
+        "self (a link without a target)",
     )
 
 
@@ -289,7 +289,7 @@ def test_links_in_a_ring_end(tmp_path: Path) -> None:
     with pack(tmp_path) as package, zipfile.ZipFile(package.data_path) as archive:
         assert archive.namelist() == ["a/b/y", "a/x", "b/a/x", "b/y"]
     assert package.skipped == tuple(
-        f"{name} (a link to a folder that holds it)" for name in ("a/b/a", "a/top", "b/a/b", "b/a/top")
+        f"{name} (a link to one of its parents)" for name in ("a/b/a", "a/top", "b/a/b", "b/a/top")
     )
 
 
@@ -384,7 +384,7 @@ def test_a_file_is_not_a_folder(tmp_path: Path) -> None:
     make(tmp_path, {"train.py": ""})
     with pytest.raises(HeliostatError, match=r"train\.py") as caught:
         pack(tmp_path / "train.py")
-    assert caught.value.cause == "it is not a folder"
+    assert caught.value.cause == "it is not a directory"
     assert str(tmp_path) in caught.value.hint
 
 
@@ -439,7 +439,7 @@ def test_over_the_limit_names_the_biggest(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(HeliostatError) as caught:
         pack(tmp_path)
     error = caught.value
-    assert error.message.endswith("is too big to send: 521.5 MiB, over 500.0 MiB")
+    assert error.message.endswith("is too big to upload: 521.5 MiB, over 500.0 MiB")
     assert error.cause == (
         "`model/weights/big.pt` 300.0 MiB, `data/` 200.0 MiB, `notes.pdf` 20.0 MiB, "
         "`small.bin` 1.0 MiB, `smaller.bin` 512.0 KiB"
@@ -459,7 +459,7 @@ def test_at_the_limit(tmp_path: Path) -> None:
 
 
 def test_a_huge_tree_is_given_up_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(working_dir, "_ENOUGH", 10)
+    monkeypatch.setattr(working_dir, "_MAX_COUNTED", 10)
     make(tmp_path, {f"{index:03}": 10 * "x" for index in range(100)})
     with pytest.raises(HeliostatError, match="100 B, over 50 B"):
         pack(tmp_path, limit_bytes=50)
@@ -469,8 +469,8 @@ def test_no_room_for_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(working_dir._Writer, "_note", full)
-    with pytest.raises(HeliostatError, match="cannot be written") as caught:
+    monkeypatch.setattr(working_dir._Writer, "_hash", full)
+    with pytest.raises(HeliostatError, match="could not write the package") as caught:
         pack(make(tmp_path, {"a": ""}))
     assert caught.value.cause == "No space left on device"
     assert "TMPDIR" in caught.value.hint
@@ -540,14 +540,14 @@ def test_a_file_that_goes_away_is_reported(tmp_path: Path, monkeypatch: pytest.M
     between(monkeypatch, lambda: ((tmp_path / "a").unlink(), shutil.rmtree(tmp_path / "d")))
     with pack(tmp_path) as package:
         assert (package.files, package.bytes) == (1, 1)
-    assert package.skipped == ("a (went away meanwhile)", "d/b (went away meanwhile)")
+    assert package.skipped == ("a (deleted meanwhile)", "d/b (deleted meanwhile)")
 
 
 def test_a_file_that_becomes_a_pipe_does_not_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make(tmp_path, {"a": "1"})
     between(monkeypatch, lambda: ((tmp_path / "a").unlink(), os.mkfifo(tmp_path / "a")))
     with pack(tmp_path) as package:
-        assert package.skipped == ("a (not a file any more)",)
+        assert package.skipped == ("a (no longer a file)",)
 
 
 def test_a_file_that_grows_over_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,20 +16,20 @@ from heliostat.diagnostics import doctor
 from heliostat.state import retention
 from heliostat.state.records import Record
 from heliostat.state.states import NodeState
-from heliostat.state.store import ClusterFolder, Store
+from heliostat.state.store import ClusterDirectory, Store
 
 KIB = 1024
-Past = Callable[..., ClusterFolder]
+Past = Callable[..., ClusterDirectory]
 
 
-def fill(folder: ClusterFolder, size: int = KIB) -> ClusterFolder:
+def fill(folder: ClusterDirectory, size: int = KIB) -> ClusterDirectory:
     (folder.logs / "head").mkdir(parents=True, exist_ok=True)
     (folder.logs / "head" / "agent.log").write_bytes(b"x" * size)
     return folder
 
 
 @pytest.fixture
-def three(make_past: Past) -> list[ClusterFolder]:
+def three(make_past: Past) -> list[ClusterDirectory]:
     """They ended one after another, in the order of their names; each keeps a few KiB of logs."""
     return [
         fill(make_past(name, id=f"{i}123", created=1_700_000_000.0 + i), 10 * KIB)
@@ -37,23 +37,23 @@ def three(make_past: Past) -> list[ClusterFolder]:
     ]
 
 
-def kept(folders: list[ClusterFolder]) -> list[str]:
+def kept(folders: list[ClusterDirectory]) -> list[str]:
     return [folder.record().name for folder in folders if folder.logs.exists()]
 
 
-def test_the_logs_of_the_oldest_go_and_the_rows_stay(store: Store, three: list[ClusterFolder]) -> None:
+def test_the_logs_of_the_oldest_go_and_the_rows_stay(store: Store, three: list[ClusterDirectory]) -> None:
     clusters = retention.ended_clusters(store)
     each = clusters[0].size_bytes
     assert [one.record.name for one in clusters] == ["a", "b", "c"] and each >= 10 * KIB
     chosen = retention.choose(clusters, 2 * each, None, 0)
     assert [one.record.name for one in chosen] == ["a"]
     assert retention.prune(chosen) == each and kept(three) == ["b", "c"]
-    assert [record.name for record in store.past()] == ["a", "b", "c"]
+    assert [record.name for record in store.archived_records()] == ["a", "b", "c"]
     assert sorted(os.listdir(three[0].path)) == ["events.jsonl", "record.json"]
     assert retention.choose(retention.ended_clusters(store), 2 * each, None, 0) == []
 
 
-def test_by_age(store: Store, three: list[ClusterFolder], make_past: Past) -> None:
+def test_by_age(store: Store, three: list[ClusterDirectory], make_past: Past) -> None:
     fresh = fill(make_past("d", id="9123"))
     record = fresh.record()
     record.ended = 1_800_000_000.0
@@ -96,7 +96,7 @@ def end(store: Store, record: Record) -> list[str]:
 
 def test_every_end_keeps_the_limit(
     store: Store,
-    three: list[ClusterFolder],
+    three: list[ClusterDirectory],
     make_record: Callable[..., Record],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -113,7 +113,7 @@ def test_every_end_keeps_the_limit(
 
 
 def test_doctor_says_how_much_is_used(
-    store: Store, three: list[ClusterFolder], monkeypatch: pytest.MonkeyPatch
+    store: Store, three: list[ClusterDirectory], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check = next(check for check in doctor._home(ClusterManager(store)) if check.name == "history")
     assert check.verdict == "ok" and check.found.endswith(" of 1.0 GiB, 3 ended clusters")

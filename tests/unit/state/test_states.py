@@ -10,9 +10,9 @@ from heliostat.state.states import (
     TERMINAL,
     TRANSITIONS,
     ClusterState,
-    IllegalMove,
+    IllegalTransition,
     NodeState,
-    check_move,
+    check_transition,
     summary,
 )
 
@@ -37,10 +37,10 @@ LEGAL = {
 @pytest.mark.parametrize(("old", "new"), list(itertools.product(N, N)), ids=str)
 def test_every_edge(old: NodeState, new: NodeState) -> None:
     if new in LEGAL[old].split():
-        check_move(old, new)
+        check_transition(old, new)
     else:
-        with pytest.raises(IllegalMove, match=f"from {old} to {new}"):
-            check_move(old, new)
+        with pytest.raises(IllegalTransition, match=f"from {old} to {new}"):
+            check_transition(old, new)
 
 
 def test_terminal_states_are_those_without_a_way_out() -> None:

@@ -24,21 +24,21 @@ from heliostat.state.files import write_atomic
 from heliostat.state.locks import LOCK_S
 from heliostat.state.records import NodeRecord, Record
 from heliostat.state.states import ClusterState, NodeState
-from heliostat.state.store import ClusterFolder, Store
+from heliostat.state.store import ClusterDirectory, Store
 
 Make = Callable[..., Record]
 DEAD = {"pid": 2**22 + 1, "start": "1"}  # above every limit of pids
 
 
 @pytest.fixture
-def folder(store: Store, make_record: Make) -> ClusterFolder:
+def folder(store: Store, make_record: Make) -> ClusterDirectory:
     return store.create(make_record(), {"token": "secret", "agent.pyz": b"zip", "events.jsonl": ""})
 
 
 # -- the record
 
 
-def test_a_record_comes_back_as_it_was(folder: ClusterFolder, make_record: Make) -> None:
+def test_a_record_comes_back_as_it_was(folder: ClusterDirectory, make_record: Make) -> None:
     said = make_record(
         target="down", jobs=[{"id": "j"}], handles=[{"native_id": "7", "nodes": ["head"], "detail": {"a": 1}}],
         command={"argv": ["true"], "text": "true", "cwd": "/"}, ready=1.5, ended=2.5, reason="é`'\n", exit_code=137,
@@ -49,7 +49,7 @@ def test_a_record_comes_back_as_it_was(folder: ClusterFolder, make_record: Make)
     assert json.loads((folder.path / "record.json").read_text())["schema"] == 2
 
 
-def test_keys_of_a_later_version_do_no_harm(folder: ClusterFolder) -> None:
+def test_keys_of_a_later_version_do_no_harm(folder: ClusterDirectory) -> None:
     path = folder.path / "record.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "novelty": 1}))
     assert folder.record().name == "lab"
@@ -57,16 +57,16 @@ def test_keys_of_a_later_version_do_no_harm(folder: ClusterFolder) -> None:
 
 def test_the_state_is_computed(make_record: Make) -> None:
     made = make_record()
-    assert made.state() is ClusterState.QUEUED and not made.is_over()
+    assert made.state() is ClusterState.QUEUED and not made.has_ended()
     for node in made.nodes.values():
         node.state = NodeState.GONE
-    assert made.state() is ClusterState.ENDED and made.is_over()
+    assert made.state() is ClusterState.ENDED and made.has_ended()
 
 
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", "null", "{}", '{"name": "lab"}', "\0\xff", '{"nodes": {"a": {"state": "?"}}}']
 )
-def test_a_record_that_cannot_be_read(store: Store, folder: ClusterFolder, text: str) -> None:
+def test_a_record_that_cannot_be_read(store: Store, folder: ClusterDirectory, text: str) -> None:
     (folder.path / "record.json").write_text(text, encoding="latin-1")
     with pytest.raises(HeliostatError, match="the record of `lab` cannot be read") as caught:
         folder.record()
@@ -75,7 +75,7 @@ def test_a_record_that_cannot_be_read(store: Store, folder: ClusterFolder, text:
         store.open("other")  # which another one's record must not keep us from saying
 
 
-def test_a_cluster_that_went_away(store: Store, folder: ClusterFolder) -> None:
+def test_a_cluster_that_went_away(store: Store, folder: ClusterDirectory) -> None:
     store.archive(folder, folder.record())
     for act in (folder.record, lambda: folder.lock().__enter__()):
         with pytest.raises(NotFoundError, match="any more"):
@@ -85,7 +85,7 @@ def test_a_cluster_that_went_away(store: Store, folder: ClusterFolder) -> None:
 # -- names
 
 
-def test_a_name_is_claimed_once(store: Store, folder: ClusterFolder, make_record: Make) -> None:
+def test_a_name_is_claimed_once(store: Store, folder: ClusterDirectory, make_record: Make) -> None:
     with pytest.raises(FileExistsError):
         store.create(make_record(id="another"), {"token": "other"})
     assert folder.record().id == "0123456789abcdef" and folder.read_token() == "secret"
@@ -113,7 +113,7 @@ def test_of_twenty_who_claim_one_name_one_wins(store: Store, make_record: Make) 
     assert os.listdir(store.clusters) == ["lab"]
 
 
-def test_everything_is_private(store: Store, folder: ClusterFolder) -> None:
+def test_everything_is_private(store: Store, folder: ClusterDirectory) -> None:
     for path in (store.home, store.clusters, store.ended, folder.path, folder.logs):
         assert stat.S_IMODE(path.stat().st_mode) == 0o700
     for name in ("token", "record.json", "agent.pyz"):
@@ -123,14 +123,14 @@ def test_everything_is_private(store: Store, folder: ClusterFolder) -> None:
 @pytest.mark.parametrize(
     "name", ["", ".", "..", "a/b", "/etc", "../history", "no such", "x" * 300, "\0", "-x", "lab\n", "é"]
 )
-def test_names_that_no_cluster_has(store: Store, folder: ClusterFolder, name: str) -> None:
+def test_names_that_no_cluster_has(store: Store, folder: ClusterDirectory, name: str) -> None:
     assert store.find(name) is None
     with pytest.raises(NotFoundError) as caught:
         store.open(name)
     assert caught.value.cause == "clusters here: lab" and caught.value.code == "not_found.cluster"
 
 
-def test_a_native_id_names_its_cluster(store: Store, folder: ClusterFolder, make_record: Make) -> None:
+def test_a_native_id_names_its_cluster(store: Store, folder: ClusterDirectory, make_record: Make) -> None:
     folder.save(make_record(handles=[{"native_id": "4711", "nodes": ["head"], "detail": {}}]))
     assert store.open("4711").path == folder.path
 
@@ -161,7 +161,7 @@ def test_a_home_may_be_relative_or_in_mine(tmp_path: Path, monkeypatch: pytest.M
 # -- events
 
 
-def test_events_survive_a_line_that_was_cut_short(folder: ClusterFolder) -> None:
+def test_events_survive_a_line_that_was_cut_short(folder: ClusterDirectory) -> None:
     folder.append({"at": 1})
     with open(folder.events_file, "ab") as stream:
         stream.write(b'{"at": 2, "text": "\xc3')
@@ -170,7 +170,7 @@ def test_events_survive_a_line_that_was_cut_short(folder: ClusterFolder) -> None
     assert list(folder.events()) == [{"at": 1}, {"at": 3}], "and does not spoil the next one"
 
 
-def test_no_events_yet(folder: ClusterFolder) -> None:
+def test_no_events_yet(folder: ClusterDirectory) -> None:
     folder.events_file.unlink()
     assert list(folder.events()) == []
     folder.append({"at": 1, "text": "é\n\u2028"})
@@ -181,7 +181,7 @@ def test_no_events_yet(folder: ClusterFolder) -> None:
 # -- the lock
 
 
-def hold(folder: ClusterFolder, age: float = 0.0, **owner: Any) -> None:
+def hold(folder: ClusterDirectory, age: float = 0.0, **owner: Any) -> None:
     lock = folder.path / "lock"
     lock.mkdir()
     if owner:
@@ -203,7 +203,9 @@ ME = {"pid": os.getpid()}
         (LOCK_S + 9, {}),  # it died before it wrote its name
     ],
 )
-def test_a_lock_without_an_owner_is_broken(folder: ClusterFolder, age: float, owner: dict[str, Any]) -> None:
+def test_a_lock_without_an_owner_is_broken(
+    folder: ClusterDirectory, age: float, owner: dict[str, Any]
+) -> None:
     hold(folder, age, **owner)
     with folder.lock(30):
         assert (folder.path / "lock").is_dir()
@@ -215,7 +217,7 @@ def test_a_lock_without_an_owner_is_broken(folder: ClusterFolder, age: float, ow
     [(0, {"host": "elsewhere", **DEAD}), (LOCK_S - 30, {"host": "elsewhere", **DEAD}), (0, {})],
 )
 def test_a_lock_of_another_host_is_respected(
-    folder: ClusterFolder, age: float, owner: dict[str, Any]
+    folder: ClusterDirectory, age: float, owner: dict[str, Any]
 ) -> None:
     hold(folder, age, **owner)
     with pytest.raises(DeadlineError, match="another command is changing `lab`") as caught:
@@ -224,7 +226,7 @@ def test_a_lock_of_another_host_is_respected(
     assert not owner or "on elsewhere holds its lock" in caught.value.cause
 
 
-def test_a_living_owner_is_respected_whatever_the_clock_says(folder: ClusterFolder) -> None:
+def test_a_living_owner_is_respected_whatever_the_clock_says(folder: ClusterDirectory) -> None:
     with folder.lock():
         (held,) = (folder.path / "lock").iterdir()
         held.write_text(json.dumps({**json.loads(held.read_text()), "since": 0}))
@@ -232,7 +234,7 @@ def test_a_living_owner_is_respected_whatever_the_clock_says(folder: ClusterFold
             folder.lock(0).__enter__()
 
 
-def test_a_lock_is_given_back_after_an_error(folder: ClusterFolder) -> None:
+def test_a_lock_is_given_back_after_an_error(folder: ClusterDirectory) -> None:
     with pytest.raises(ZeroDivisionError):
         with folder.lock():
             raise ZeroDivisionError
@@ -240,7 +242,7 @@ def test_a_lock_is_given_back_after_an_error(folder: ClusterFolder) -> None:
         pass
 
 
-def test_who_lost_the_lock_does_not_take_it_from_the_next(folder: ClusterFolder) -> None:
+def test_who_lost_the_lock_does_not_take_it_from_the_next(folder: ClusterDirectory) -> None:
     with folder.lock():
         for path in (folder.path / "lock").iterdir():  # somebody thought that we are gone
             path.unlink()
@@ -249,7 +251,7 @@ def test_who_lost_the_lock_does_not_take_it_from_the_next(folder: ClusterFolder)
     assert (folder.path / "lock").is_dir()
 
 
-def test_of_many_who_break_a_lock_one_at_a_time_has_it(folder: ClusterFolder) -> None:
+def test_of_many_who_break_a_lock_one_at_a_time_has_it(folder: ClusterDirectory) -> None:
     """Each round begins with the lock of a dead process, which all see at once."""
     inside, most, errors = 0, 0, []
     start = threading.Barrier(8)
@@ -277,7 +279,7 @@ def test_of_many_who_break_a_lock_one_at_a_time_has_it(folder: ClusterFolder) ->
     assert not errors and most == 1
 
 
-def test_the_lock_excludes_other_threads(folder: ClusterFolder, make_record: Make) -> None:
+def test_the_lock_excludes_other_threads(folder: ClusterDirectory, make_record: Make) -> None:
     folder.save(make_record(exit_code=0))
 
     def count() -> None:
@@ -299,7 +301,7 @@ def test_the_lock_excludes_other_threads(folder: ClusterFolder, make_record: Mak
 
 
 def test_an_ended_cluster_keeps_its_record_and_no_key(
-    store: Store, folder: ClusterFolder, make_record: Make
+    store: Store, folder: ClusterDirectory, make_record: Make
 ) -> None:
     for name in ("connection.json", "connection.env", "head.json"):
         (folder.path / name).write_text("secret")
@@ -310,11 +312,11 @@ def test_an_ended_cluster_keeps_its_record_and_no_key(
     assert "secret" not in "".join(path.read_text() for path in past.path.iterdir() if path.is_file())
 
 
-def test_a_name_can_be_used_again(store: Store, make_past: Callable[..., ClusterFolder]) -> None:
+def test_a_name_can_be_used_again(store: Store, make_past: Callable[..., ClusterDirectory]) -> None:
     first, second = make_past("lab"), make_past("lab", id="fedc", created=1_700_000_500.0)
     make_past("lab-2", created=1_800_000_000.0)
     assert first.path != second.path
-    assert [(record.name, record.id[:4]) for record in store.past()] == [
+    assert [(record.name, record.id[:4]) for record in store.archived_records()] == [
         ("lab", "0123"),
         ("lab", "fedc"),
         ("lab-2", "0123"),
@@ -324,17 +326,24 @@ def test_a_name_can_be_used_again(store: Store, make_past: Callable[..., Cluster
 
 
 def test_history_passes_over_what_cannot_be_read(
-    store: Store, make_past: Callable[..., ClusterFolder]
+    store: Store, make_past: Callable[..., ClusterDirectory]
 ) -> None:
     (make_past("bad").path / "record.json").write_text("{")
     make_past("good")
     (store.ended / "stray").write_text("")
-    assert [record.name for record in store.past()] == ["good"] and store.last_archived("bad") is None
+    assert [record.name for record in store.archived_records()] == ["good"] and store.last_archived(
+        "bad"
+    ) is None
 
 
 def test_a_home_that_is_not_there_is_an_empty_one(tmp_path: Path) -> None:
     store = Store(tmp_path / "none")
-    assert (store.names(), store.past(), store.last_archived("x"), store.find("x")) == ([], [], None, None)
+    assert (store.names(), store.archived_records(), store.last_archived("x"), store.find("x")) == (
+        [],
+        [],
+        None,
+        None,
+    )
     assert not store.home.exists(), "looking makes nothing"
 
 
@@ -351,7 +360,7 @@ def test_a_home_that_may_not_be_written(
     with as_nobody(), pytest.raises(HeliostatError, match="could not write") as caught:
         Store(place / "home").create(make_record(), {})
     assert caught.value.cause == "Permission denied"
-    assert caught.value.hint == "set HELIOSTAT_HOME to a folder that you may write to"
+    assert caught.value.hint == "set HELIOSTAT_HOME to a directory that you may write to"
 
 
 def test_a_home_below_a_file(tmp_path: Path, make_record: Make) -> None:
@@ -361,7 +370,7 @@ def test_a_home_below_a_file(tmp_path: Path, make_record: Make) -> None:
     assert caught.value.cause == "Not a directory" and "HELIOSTAT_HOME" in caught.value.hint
 
 
-def test_a_folder_where_a_file_should_be(folder: ClusterFolder) -> None:
+def test_a_folder_where_a_file_should_be(folder: ClusterDirectory) -> None:
     (folder.path / "x").mkdir()
     with pytest.raises(HeliostatError, match="could not write"):
         write_atomic(folder.path / "x", "text")
@@ -407,15 +416,15 @@ def test_an_interrupt_while_the_lock_is_taken_leaves_it_to_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C in the moment between the lock's folder and its owner's name."""
-    folder = ClusterFolder(tmp_path)
-    take = ClusterFolder._take
+    folder = ClusterDirectory(tmp_path)
+    take = ClusterDirectory._take
 
-    def interrupted(self: ClusterFolder, lock: Path, mine: Path) -> bool:
+    def interrupted(self: ClusterDirectory, lock: Path, mine: Path) -> bool:
         taken = take(self, lock, mine)
         signal.raise_signal(signal.SIGINT)
         return taken
 
-    monkeypatch.setattr(ClusterFolder, "_take", interrupted)
+    monkeypatch.setattr(ClusterDirectory, "_take", interrupted)
     with pytest.raises(KeyboardInterrupt), folder.lock():
         pytest.fail("the interrupt comes before the work")
     monkeypatch.undo()
@@ -424,7 +433,7 @@ def test_an_interrupt_while_the_lock_is_taken_leaves_it_to_nobody(
         pass
 
 
-def test_a_lease_is_renewed(folder: ClusterFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lease_is_renewed(folder: ClusterDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is held for minutes. Another host, which cannot ask whether its owner lives, breaks it only when nobody renews it."""
     now = time.time()
     with folder.lease():
@@ -433,19 +442,19 @@ def test_a_lease_is_renewed(folder: ClusterFolder, monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
         for minutes in (1, 2, 3, 4):
             monkeypatch.setattr(time, "time", lambda minutes=minutes: now + 60 * minutes)
-            assert locks._stale(lease) is None
+            assert locks.find_stale(lease) is None
             monkeypatch.setattr(socket, "gethostname", lambda: "here")
             assert locks.renew(mine)
             monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
         monkeypatch.setattr(time, "time", lambda: now + 60 * 4 + LOCK_S + 9)
-        assert locks._stale(lease) == [mine]
+        assert locks.find_stale(lease) == [mine]
         mine.unlink()
         assert not locks.renew(mine), "it was taken from us"
     monkeypatch.undo()
     assert not folder.is_leased()
 
 
-def test_the_record_is_free_under_a_lease(folder: ClusterFolder) -> None:
+def test_the_record_is_free_under_a_lease(folder: ClusterDirectory) -> None:
     with folder.lease():
         with folder.lock(0):
             folder.save(folder.record())

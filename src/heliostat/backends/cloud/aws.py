@@ -16,7 +16,7 @@ from heliostat.backends.cloud.backend import Launcher
 from heliostat.backends.cloud.files import Common, Json
 
 if TYPE_CHECKING:
-    from heliostat.config.spec import Member
+    from heliostat.config.members import Member
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from heliostat.backends.cloud.files import Common, Json
 from heliostat.common.errors import UsageError
 
 if TYPE_CHECKING:
-    from heliostat.config.spec import Member
+    from heliostat.config.members import Member
 
 IMAGE = "Canonical:ubuntu-24_04-lts:server:latest"
 

@@ -44,7 +44,8 @@ from heliostat.state.ownership import temp_directory
 from heliostat.state.states import NodeState
 
 if TYPE_CHECKING:
-    from heliostat.config.spec import ClusterSpec, Member
+    from heliostat.config.members import Member
+    from heliostat.config.spec import ClusterSpec
     from heliostat.remote.ssh import Ssh
     from heliostat.remote.transport import Completed, Spawner, Transport
     from heliostat.state.records import NodeRecord
@@ -214,7 +215,7 @@ class Launcher(Platform):
             "auth": request.spec.security.auth,
             "dashboard": render.dashboard_port(config),
             "ends": bool(request.spec.idle.timeout or request.spec.time),
-            "elastic": request.spec.elastic,
+            "elastic": request.spec.has_autoscaling,
         }
         name = f"{self.name}/{self.where(config['provider'])}/{config['cluster_name']}"
         # who has no packages, no credentials or a wrong region is told so at once
@@ -251,7 +252,7 @@ class Launcher(Platform):
             raise HeliostatError(
                 f"Ray's launcher gave no answer for `{self.name}`",
                 cause=lines[-1].strip()[:300] if lines else "",
-                details=done.saw(),
+                details=done.describe(),
                 code=Code.CLOUD_LAUNCHER,
             ) from None
         if not answer["ok"]:

@@ -20,7 +20,9 @@ from heliostat.common.shell import export, quote
 from heliostat.config.ray_yaml import group_name
 
 if TYPE_CHECKING:
-    from heliostat.config.spec import ClusterSpec, Environment, Member
+    from heliostat.config.members import Member
+    from heliostat.config.spec import ClusterSpec
+    from heliostat.config.tables import Environment
 
 Json = dict[str, Any]
 GCS_PORT, DASHBOARD_PORT = 6379, 8265
@@ -158,13 +160,13 @@ def instance_of(options: Any, what: Mapping[str, Any]) -> Any:
 
 def kinds(request: LaunchRequest) -> Iterator[tuple[str, Any, int, int, Member]]:
     """(type, its options, least, most, what each may use), the head first."""
-    from heliostat.config.spec import head_member, worker_kinds
+    from heliostat.config.members import head_member, list_worker_kinds
 
     options = request.options
     if options.launcher_yaml is not None:
         return
     yield HEAD, instance_of(options, {"spot": False, **options.head}), 0, 0, head_member(request.spec)
-    for kind in worker_kinds(request.spec):
+    for kind in list_worker_kinds(request.spec):
         mine = request.group_options.get(kind.name or "", options)
         yield kind.name or PLAIN, mine, kind.least, kind.most, kind.member
 

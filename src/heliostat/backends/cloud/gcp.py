@@ -17,7 +17,7 @@ from heliostat.backends.cloud.files import Common, Json
 from heliostat.common.errors import UsageError
 
 if TYPE_CHECKING:
-    from heliostat.config.spec import Member
+    from heliostat.config.members import Member
 
 IMAGE = "projects/ubuntu-os-cloud/global/images/family/ubuntu-2404-lts-amd64"
 WITH_DRIVER = "projects/ml-images/global/images/family/common-cu128-ubuntu-2204-py310"

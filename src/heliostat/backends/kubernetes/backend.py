@@ -121,7 +121,7 @@ class Kubernetes(Platform):
         yield handle
 
     def find_orphans(self, mark: str | None, spec: ClusterSpec, host: Transport) -> list[Handle]:
-        from heliostat.config.spec import members
+        from heliostat.config.members import members
 
         table = spec.backend_tables.get(self.name, {})
         api = kube.connect(table.get("kubeconfig"), table.get("context"))
@@ -419,9 +419,9 @@ class _Way:
         cluster = self.backend._cluster(self.handle)
         made, _ = cluster.look()
         if made is None:
-            from heliostat.remote.ray_client import NoAnswer
+            from heliostat.remote.ray_client import NoResponse
 
-            raise NoAnswer(f"`{self.handle.native_id}` is not there any more")
+            raise NoResponse(f"`{self.handle.native_id}` is not there any more")
         return forward(_api(self.handle), cluster.namespace, cluster.service(made), port)
 
     def proxy_error(self, method: str, path: str, status: int, content: bytes) -> HeliostatError | None:

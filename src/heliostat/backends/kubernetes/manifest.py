@@ -14,11 +14,13 @@ from heliostat.backends.kubernetes.states import PLAIN
 from heliostat.backends.overrides import merge
 from heliostat.common.errors import UsageError
 from heliostat.common.shell import quote
-from heliostat.config.spec import DEFAULT_RAY, Kind, head_member, worker_kinds
+from heliostat.config.members import Kind, head_member, list_worker_kinds
+from heliostat.config.spec import DEFAULT_RAY
 
 if TYPE_CHECKING:
     from heliostat.backends.kubernetes.options import Options
-    from heliostat.config.spec import ClusterSpec, Member
+    from heliostat.config.members import Member
+    from heliostat.config.spec import ClusterSpec
 
 CPUS, MEMORY = 2, 4 * 2**30  # of a pod whose size nobody has said
 AFTER_S = 60  # so long the operator leaves the cluster of a `run` after its job: we end it before
@@ -69,12 +71,12 @@ def manifest(
 
 
 def _cluster(spec: ClusterSpec, options: Options, groups: Mapping[str, Options]) -> dict[str, Any]:
-    ray, kinds = ray_version(spec, options), worker_kinds(spec)
+    ray, kinds = ray_version(spec, options), list_worker_kinds(spec)
     found: dict[str, Any] = {
         "rayVersion": ray,
         "authOptions": {"mode": "token" if spec.security.auth == "token" else "disabled"},
     }
-    if spec.elastic:
+    if spec.has_autoscaling:
         idle = spec.autoscale.idle if spec.autoscale else 60
         found["enableInTreeAutoscaling"] = True
         found["autoscalerOptions"] = merge({"version": "v2", "idleTimeoutSeconds": idle}, options.autoscaler)
@@ -277,7 +279,9 @@ def _auth(spec: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield f"Ray {spec.get('rayVersion')} has no authentication", cause
 
 
-def _workers_problems(groups: Sequence[Mapping[str, Any]], elastic: bool) -> Iterator[tuple[str, str]]:
+def _workers_problems(
+    groups: Sequence[Mapping[str, Any]], has_autoscaling: bool
+) -> Iterator[tuple[str, str]]:
     names = [str(group["groupName"]) for group in groups]
     for name in names:
         if not DNS.fullmatch(name) or name == "headgroup":
@@ -288,7 +292,7 @@ def _workers_problems(groups: Sequence[Mapping[str, Any]], elastic: bool) -> Ite
     for group in groups:
         least, most = group.get("minReplicas"), group.get("maxReplicas")
         if least is None or most is None:
-            if not elastic:
+            if not has_autoscaling:
                 yield (
                     f"the group `{group['groupName']}` is not whole",
                     "minReplicas and maxReplicas are both needed",
@@ -300,7 +304,7 @@ def _workers_problems(groups: Sequence[Mapping[str, Any]], elastic: bool) -> Ite
             )
 
 
-def _group_problems(where: str, group: Mapping[str, Any], elastic: bool) -> Iterator[tuple[str, str]]:
+def _group_problems(where: str, group: Mapping[str, Any], has_autoscaling: bool) -> Iterator[tuple[str, str]]:
     pod, start = group["template"]["spec"], group.get("rayStartParams") or {}
     if not pod.get("containers"):
         yield f"the pods of `{where}` have no container", "the first of `containers` is Ray's"
@@ -329,7 +333,7 @@ def _group_problems(where: str, group: Mapping[str, Any], elastic: bool) -> Iter
     for key, value in start.items():
         if not isinstance(value, str):
             yield f"`ray_start.{key}` is not a text", "write it in quotes"
-    if elastic and pod.get("restartPolicy", "Never") != "Never":
+    if has_autoscaling and pod.get("restartPolicy", "Never") != "Never":
         yield (
             f"`restartPolicy` of `{where}` cannot be {pod['restartPolicy']}",
             "with `autoscale` pods are replaced: Never",

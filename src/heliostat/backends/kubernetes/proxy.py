@@ -66,9 +66,9 @@ def proxy_error(
         return None
     if status in (401, 403):
         return api.said_no(method, f"services/proxy{path}", status, content)
-    from heliostat.remote.ray_client import NoAnswer
+    from heliostat.remote.ray_client import NoResponse
 
-    return NoAnswer(
+    return NoResponse(
         f"the dashboard of `{name}` is not reached",
         cause=" ".join(str(document.get("message") or "").split())[:300],
         details=f"the API server's proxy answered {status} to {method} {path}",

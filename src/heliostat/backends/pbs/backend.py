@@ -41,7 +41,8 @@ from heliostat.common.units import count
 from heliostat.state.states import NodeState
 
 if TYPE_CHECKING:
-    from heliostat.config.spec import ClusterSpec, Member
+    from heliostat.config.members import Member
+    from heliostat.config.spec import ClusterSpec
     from heliostat.remote.transport import Completed, Transport
 
 N = NodeState

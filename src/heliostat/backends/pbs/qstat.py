@@ -10,7 +10,7 @@ from typing import Any
 from heliostat.backends import batch
 from heliostat.backends.base import Observation
 from heliostat.common.errors import Code, UsageError
-from heliostat.common.limits import MOST_NODES
+from heliostat.common.limits import MAX_NODES
 from heliostat.state.states import NodeState
 
 N = NodeState
@@ -215,7 +215,7 @@ def parse_select(text: str) -> tuple[str, ...]:
         count, _, chunk = part.partition(":")
         if "=" in count:  # a chunk without a count
             count, chunk = "1", part
-        if not count.isdigit() or not 0 < int(count) <= MOST_NODES:
+        if not count.isdigit() or not 0 < int(count) <= MAX_NODES:
             raise UsageError(
                 f"`select={text[:80]}` cannot be used",
                 hint="select=4:ncpus=16:mem=64gb",
@@ -230,7 +230,7 @@ def parse_nodes(text: str) -> tuple[str, ...]:
     chunks: list[str] = []
     for part in text.split("+"):
         match = re.fullmatch(r"(\d+)(?::ppn=(\d+))?", part)
-        if not match or int(match[1]) > MOST_NODES:
+        if not match or int(match[1]) > MAX_NODES:
             raise UsageError(
                 f"`nodes={text[:80]}` cannot be used",
                 hint="-l nodes=2:ppn=4, or -l select=2:ncpus=4",

@@ -41,7 +41,7 @@ from heliostat.backends.slurm.states import (
     to_observation,
 )
 from heliostat.common.errors import Code, HeliostatError
-from heliostat.common.shell import by_shell
+from heliostat.common.shell import wrap_in_shell
 from heliostat.common.units import count
 from heliostat.state.states import NodeState
 
@@ -214,7 +214,9 @@ class Slurm(batch.Batch):
     def observe(self, handles: Sequence[Handle], host: Transport) -> dict[str, Observation]:
         try:
             done = host.run(_squeue(handles, "--format=%i|%T|%r|%S|%P"), timeout=OBSERVE_S)
-            failure = "" if not done.code or UNKNOWN_JOB.search(done.err) else done.err.strip() or done.saw()
+            failure = (
+                "" if not done.code or UNKNOWN_JOB.search(done.err) else done.err.strip() or done.describe()
+            )
         except HeliostatError as error:
             failure = error.cause or error.message
         if failure:
@@ -270,7 +272,7 @@ class Slurm(batch.Batch):
         index = handle.nodes.index(node)
         step = ["srun", f"--jobid={handle.native_id}", *_cluster_option(_clusters_of([handle])), "--overlap", "--mpi=none", f"--relative={index}",
                 "--nodes=1", "--ntasks=1", "--cpu-bind=none"]  # fmt: skip
-        return host.run([*step, *by_shell(argv)], timeout=DAY_S)
+        return host.run([*step, *wrap_in_shell(argv)], timeout=DAY_S)
 
 
 def _clusters_of(handles: Sequence[Handle]) -> str | None:
