@@ -1,8 +1,8 @@
-# From a bare clone, with python3 (3.10 or later): `make demo`, `make test`.
+# A fresh clone needs only python3 (3.10 or later): `make demo`, `make test`.
 
 PYTHON ?= python3
 RAY_VERSION ?= 2.60.0
-# Named, since without a version pip may choose a build with gigabytes of CUDA; the tests need a CPU only.
+# Pinned, because pip may otherwise choose a build with gigabytes of CUDA. The tests need only a CPU.
 TORCH_VERSION ?= 2.13.0
 PYTEST_ARGS ?=
 JOBS ?= 2
@@ -12,22 +12,22 @@ STAMP := $(VENV)/.stamp
 EXAMPLES := $(VENV)/.examples
 
 .DEFAULT_GOAL := help
-# faults of a campaign, and the seed of its first round
+# Number of faults in a campaign, and the seed of its first round
 FAULTS ?= 100
 SEED ?= 1
 
 .PHONY: help demo test campaign lab lab-down lint docs recordings bench bench-smoke bench-slurm bench-ssh venv venv-examples packages clean FORCE
 
 help:
-	@echo "make demo    start two Ray nodes on this computer, run examples/hello_ray.py, release them"
-	@echo "make test    run the tests, two files at a time (PYTEST_ARGS=\"tests/unit -q\" for some of them, JOBS=0: one by one)"
-	@echo "make lab     a real Slurm of three hosts on this computer, to play in (root); make lab-down ends it"
-	@echo "make campaign   inject FAULTS=100 random faults into clusters on that Slurm, from SEED=1 on (root, half an hour)"
-	@echo "make lint    ruff and mypy"
-	@echo "make docs    build the documentation into site/, and fail on a broken link"
-	@echo "make recordings   make the pictures of terminals in it anew, from real runs (root)"
-	@echo "make bench   run the benchmarks (as root: make bench-slurm on a real Slurm, make bench-ssh over ssh)"
-	@echo "make venv    only make .venv (RAY_VERSION=$(RAY_VERSION)); make venv-examples: with what the examples import (TORCH_VERSION=$(TORCH_VERSION))"
+	@echo "make demo    start two Ray nodes on this computer, run examples/hello_ray.py, stop them"
+	@echo "make test    run the tests, two files in parallel (PYTEST_ARGS=\"tests/unit -q\" selects tests; JOBS=0 runs them serially)"
+	@echo "make lab     start a real Slurm cluster of three hosts on this computer (root); make lab-down stops it"
+	@echo "make campaign   inject FAULTS=100 random faults into clusters on that Slurm, starting at SEED=1 (root, half an hour)"
+	@echo "make lint    run ruff and mypy"
+	@echo "make docs    build the documentation into site/; fail on a broken link"
+	@echo "make recordings   record the terminal pictures of the documentation again, from real runs (root)"
+	@echo "make bench   run the benchmarks (root: make bench-slurm on a real Slurm, make bench-ssh over ssh)"
+	@echo "make venv    create .venv (RAY_VERSION=$(RAY_VERSION)); make venv-examples adds the packages of the examples (TORCH_VERSION=$(TORCH_VERSION))"
 	@echo "make clean   remove .venv and caches"
 
 demo: $(STAMP)
@@ -36,7 +36,7 @@ demo: $(STAMP)
 test: $(EXAMPLES) packages
 	$(VENV)/bin/python -m pytest --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
-# docs/reliability.md
+# See docs/reliability.md.
 campaign: $(STAMP) packages
 	$(VENV)/bin/python tests/campaign.py --faults $(FAULTS) --seed $(SEED)
 
@@ -45,19 +45,21 @@ lint: $(STAMP)
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy
 
-# What pages show of the program itself is written by `python -m docs.made`, and compared by the tests.
+# `python -m docs.made` writes the program's output into the pages; the tests compare it.
+# Without --quiet: it drops the warnings that --strict counts. The output is printed only on failure.
 docs: $(STAMP)
-	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
+	@output=$$(NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict 2>&1) \
+		|| { printf '%s\n' "$$output" | grep -v '^INFO ' >&2; exit 1; }
 
-# As root: the pictures of terminals, from real runs.
+# Terminal pictures, from real runs. Needs root.
 recordings: $(STAMP) packages
 	$(VENV)/bin/python docs/recordings/record.py
 
-# The hosts of the lab share this folder with the computer, wherever it is.
+# LAB_SHARE: the hosts of the lab see this directory even if it is below /tmp.
 lab: $(STAMP) packages
 	@LAB_SHARE=$(CURDIR) LAB_OPEN=$$($(VENV)/bin/python -c 'import sys; print(sys.base_prefix)') tests/lab/lab up 3
 	@echo "log in:      tests/lab/lab login"
-	@echo "then, say:   heliostat run --on slurm --nodes 3 $(CURDIR)/examples/hello_ray.py"
+	@echo "for example: heliostat run --on slurm --nodes 3 $(CURDIR)/examples/hello_ray.py"
 
 lab-down:
 	@tests/lab/lab down
@@ -65,14 +67,14 @@ lab-down:
 bench: $(STAMP)
 	$(VENV)/bin/python -m benchmarks
 
-# One small round of each measure: they run. The figures mean nothing.
+# One small round of each benchmark, to check that it runs. Ignore the figures.
 bench-smoke: $(STAMP)
 	$(VENV)/bin/python -m benchmarks --smoke
 
 bench-slurm: $(STAMP) packages
 	$(VENV)/bin/python -m benchmarks --only slurm
 
-# rsync: for `ray up`, which is measured beside ours
+# rsync: for `ray up`, which is measured for comparison
 bench-ssh: $(STAMP) packages
 	@sh tests/apt.sh rsync
 	$(VENV)/bin/python -m benchmarks --only ssh
@@ -81,7 +83,7 @@ venv: $(STAMP)
 
 venv-examples: $(EXAMPLES)
 
-# Other versions than those that are installed are installed in their place.
+# Reinstall when the requested version differs from the installed one.
 ifneq ($(shell cat $(STAMP) 2>/dev/null),$(RAY_VERSION))
 $(STAMP): FORCE
 endif
@@ -90,11 +92,11 @@ $(EXAMPLES): FORCE
 endif
 
 # Debian splits ensurepip from python3 into python3-venv.
-# -qq: pip's warnings about package indexes are noise here; its errors still show.
-# --compile: Ray starts several Python processes a node, and each would compile Ray anew without bytecode.
+# -qq: hide pip's warnings about package indexes; errors are still printed.
+# --compile: Ray starts several Python processes per node, and without bytecode each would compile Ray again.
 $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
-		|| { echo "error: $(PYTHON) is older than Python 3.10; name another with PYTHON=" >&2; exit 1; }
+		|| { echo "error: $(PYTHON) is older than Python 3.10; set PYTHON= to another one" >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || sh tests/apt.sh python3-venv
 	@rm -f $(STAMP)
 	@$(VENV)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
@@ -103,9 +105,9 @@ $(STAMP): pyproject.toml
 		-e '.[dev]' 'ray[default]==$(RAY_VERSION)'
 	@echo $(RAY_VERSION) > $(STAMP)
 
-# Apart, so that the demo does not wait for it.
+# Separate from the first stamp, so that the demo does not wait for this installation.
 $(EXAMPLES): $(STAMP)
-	@echo "installing PyTorch $(TORCH_VERSION) and what else the examples import into $(VENV) (about 1.5 GB, a minute or two) ..."
+	@echo "installing PyTorch $(TORCH_VERSION) and the other packages of the examples into $(VENV) (about 1.5 GB, a minute or two) ..."
 	@$(VENV)/bin/python -m pip install -qq --compile --disable-pip-version-check \
 		-e '.[examples]' 'ray[default]==$(RAY_VERSION)' 'torch==$(TORCH_VERSION)'
 	@echo $(TORCH_VERSION) > $(EXAMPLES)

@@ -1,7 +1,7 @@
-"""The pictures of terminals in the documentation: `make recordings` types these lines into real ones, and keeps what they show.
+"""Terminal pictures of the documentation: `make recordings` types these lines into real terminals and saves their screens.
 
-Needs root and tmux (for namespaces: the computer is called `laptop` there, and its user Ann), and the lab for SLURM. What is
-typed runs for real; nothing is edited afterwards.
+Needs root for namespaces (the computer is named `laptop` there, and its user `ann`), tmux, and the lab for Slurm. The commands
+really run; the output is not edited.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ SLURM = {
 
 
 class Terminal:
-    """A shell in a tmux of its own. `prompts` has a dot for every prompt that was shown: so one knows that a command has ended."""
+    """A shell in its own tmux server. The file `prompts` has a dot for every prompt shown, which marks the end of a command."""
 
     def __init__(self, shell: list[str], folder: Path, prompts: Path) -> None:
         self.tmux = ["tmux", "-S", str(folder / "socket"), "-f", "/dev/null"]
@@ -62,7 +62,7 @@ class Terminal:
         self._prompt(before + 1)
 
     def screen(self) -> str:
-        """What is on it, with colours; without the prompt that waits."""
+        """Return the text on the screen with its colors, without the last prompt."""
         lines = self._do("capture-pane", "-e", "-p").rstrip().splitlines()
         return "\n".join(lines[:-1])
 
@@ -76,9 +76,9 @@ class Terminal:
         until = time.monotonic() + PATIENCE_S
         while len(self.prompts.read_text()) < count:
             if time.monotonic() > until:
-                raise SystemExit(f"no prompt came:\n{self.screen()}")
+                raise SystemExit(f"no prompt appeared:\n{self.screen()}")
             time.sleep(0.1)
-        time.sleep(0.3)  # the prompt itself
+        time.sleep(0.3)  # until the prompt is drawn
 
     def _do(self, *words: str) -> str:
         return subprocess.run([*self.tmux, *words], check=True, capture_output=True, text=True).stdout
@@ -86,7 +86,7 @@ class Terminal:
 
 @contextlib.contextmanager
 def laptop(folder: Path) -> Iterator[Terminal]:
-    """This computer, with another name and another home, in which the project and its environment are."""
+    """A shell on this computer with another host name and home, which contains the project and its environment."""
     home = folder / "home" / "ann"
     for name in ("heliostat", "venv"):
         (home / name).mkdir(parents=True)
@@ -104,7 +104,7 @@ def laptop(folder: Path) -> Iterator[Terminal]:
 
 @contextlib.contextmanager
 def cluster(folder: Path) -> Iterator[Terminal]:
-    """The login node of a SLURM of three hosts."""
+    """A shell on the login node of a Slurm cluster with three hosts."""
     sys.path.insert(0, str(ROOT / "tests"))
     for name, value in {"LAB_NAME": "rec", "LAB_NET": "10.78.0", "LAB_USER": "recuser"}.items():
         os.environ.setdefault(name, value)
@@ -132,7 +132,7 @@ def shell(argv: list[str], folder: Path, prompts: Path) -> Iterator[Terminal]:
 
 
 def profile(python: str, source: str, prompts: Path) -> str:
-    """What the shell reads first: the command, as it is installed for a person, and a plain prompt."""
+    """Return a .bashrc with the `heliostat` command and a plain prompt."""
     return (
         f'heliostat() {{ PYTHONPATH={shlex.quote(source)} {shlex.quote(python)} -m heliostat "$@"; }}\n'
         f"unset HISTFILE\nPS1='$ '\nPROMPT_COMMAND='echo -n . >>{prompts}'\n"
@@ -144,7 +144,7 @@ def picture(name: str, screen: str) -> None:
         record=True, width=WIDTH, file=io.StringIO(), force_terminal=True, color_system="truecolor"
     )
     console.print(Text.from_ansi(screen), soft_wrap=False)
-    # the letters are the viewer's own, so that a picture fetches nothing; some viewers drop spaces unless told not to
+    # Use fonts of the viewer, so that a picture fetches nothing; xml:space keeps the spaces in all viewers.
     plain = re.sub(r"@font-face \{\{.*?\}\}\s*", "", CONSOLE_SVG_FORMAT, flags=re.S)
     plain = plain.replace("Fira Code", "DejaVu Sans Mono, Menlo, Consolas")
     plain = plain.replace('-matrix">', '-matrix" xml:space="preserve">')

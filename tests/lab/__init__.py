@@ -1,7 +1,7 @@
-"""A real Slurm and real sshd hosts on this machine, each host a set of namespaces: the script `lab`, from Python.
+"""Python interface to the script `lab`: a real Slurm and real sshd hosts on this machine, each host a set of namespaces.
 
-Needs root, and Debian's packages in tests/apt.txt. PBS comes from no package: `PbsLab` has a real OpenPBS on those hosts where
-`qstat --version` says that there is one, and else the stand-in `pbs`.
+Needs root and the Debian packages in tests/apt.txt. Debian has no PBS package: `PbsLab` uses a real OpenPBS if
+`qstat --version` reports one, and otherwise the fake `pbs`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SCRIPT = Path(__file__).parent / "lab"
-# as the script has them: several labs on one machine have names, nets and users of their own
-WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")[2:]  # of several that test at once
+# The same defaults as in the script. Several labs on one machine need different names, networks and users.
+WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")[2:]  # number of the pytest-xdist worker
 NAME = os.environ.get("LAB_NAME", f"lab{WORKER}")
 ROOT = Path(os.environ.get("LAB_ROOT", f"/tmp/h{NAME}"))
 USER = os.environ.get("LAB_USER", f"labuser{WORKER}")
@@ -43,7 +43,7 @@ PROGRAMS = ("slurmctld", "slurmd", "munged", "sshd", "ip", "nsenter", "unshare")
 
 
 def missing() -> str | None:
-    """Why there can be no lab here; None: there can."""
+    """Return why the lab cannot run on this machine, or None if it can."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "the lab needs Linux and root"
     path = os.environ.get("PATH", "") + os.pathsep + "/usr/sbin:/sbin"
@@ -51,7 +51,7 @@ def missing() -> str | None:
     return f"not installed: {', '.join(absent)}" if absent else None
 
 
-# prints [pid, user, arguments] of every process of a host
+# Prints [pid, user, arguments] of every process of a host.
 TABLE = """
 import json, os, pwd
 found = []
@@ -70,14 +70,14 @@ RAY_PROGRAMS = {"agent.pyz", "ray", "ray_start.py", "raylet", "gcs_server"}
 
 
 def has_words(argv: list[str], *words: str) -> bool:
-    """Whether a command line has these arguments, one after another. Of a path its last part counts: where a checkout is, and
-    what its directory is called, says nothing about a process."""
+    """Whether a command line contains these consecutive arguments. Only the last component of a path is compared, because
+    the location of a checkout does not identify a process."""
     names = [word.rpartition("/")[2] for word in argv]
     return any(names[i : i + len(words)] == [*words] for i in range(len(names)))
 
 
 def is_of_a_node(argv: list[str]) -> bool:
-    """Whether this is an agent of ours, or a process of Ray."""
+    """Whether this is a Heliostat agent or a Ray process."""
     first = [word.rpartition("/")[2] for word in argv[:4]]
     return (
         bool(RAY_PROGRAMS & {*first})
@@ -111,10 +111,10 @@ class Lab:
             "LAB_OPEN": str(Path(sys.base_prefix).resolve()),
             **variables,
         }
-        # of the login node, as this machine sees it
+        # home directory on the login node, as a path on this machine
         self.home = ROOT / ("nodes/ctl/home" if variables.get("LAB_HOMES") == "1" else f"home/{USER}")
         self.python = sys.executable
-        self.off: set[str] = set()  # hosts that were killed, and not booted again
+        self.off: set[str] = set()  # hosts that were killed and not booted again
         self.apart: set[str] = set()
 
     def _lab(self, *words: str, timeout: float = 120, input: str | None = None) -> Done:
@@ -128,7 +128,7 @@ class Lab:
         shutil.rmtree(ROOT, ignore_errors=True)
         done = self._lab("up", str(self.hosts))
         if done.rc:
-            raise RuntimeError(f"the lab did not come up: {done.err}\n{self.logs()}")
+            raise RuntimeError(f"the lab did not start: {done.err}\n{self.logs()}")
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -138,7 +138,7 @@ class Lab:
     def run(
         self, *argv: str, host: str = "ctl", user: str = USER, timeout: float = 300, input: str | None = None
     ) -> Done:
-        """As a user on a host, in their home."""
+        """Run a command as a user on a host, in the user's home."""
         shell = 'cd; exec "$@"'
         return self._lab("as", user, host, "bash", "-c", shell, "bash", *argv, timeout=timeout, input=input)
 
@@ -156,7 +156,7 @@ class Lab:
     def start(
         self, *words: str, env: dict[str, str] | None = None, stderr: int = subprocess.PIPE
     ) -> subprocess.Popen[str]:
-        """A heliostat that goes on in the background."""
+        """Start a heliostat command in the background."""
         command = [
             str(SCRIPT),
             "as",
@@ -194,30 +194,30 @@ class Lab:
         self._lab("heal", host)
 
     def mend(self) -> None:
-        """Whatever a test has broken and not mended."""
+        """Repair every host that a test has disconnected or killed."""
         for host in list(self.apart):
             self.heal(host)
         for host in list(self.off):
             self.boot(host)
 
     def ready(self) -> None:
-        """Until SLURM has every host."""
+        """Wait until Slurm has every host."""
         lost = ["sinfo", "-hN", "-p", "debug", "-t", "down,drain,fail,no_respond", "-o", "%N"]
         idle = ["sinfo", "-hN", "-p", "debug", "-t", "idle,mix,alloc", "-o", "%N"]
 
         def there() -> bool:
-            for host in set(self.run(*lost).out.split()):  # by itself SLURM finds out a minute later
+            for host in set(self.run(*lost).out.split()):  # without this, Slurm detects it a minute later
                 self.root("ctl", "scontrol", "update", f"nodename={host}", "state=resume")
             return len(set(self.run(*idle).out.split())) == self.hosts
 
         wait_for("all hosts", there)
 
     def queue(self) -> list[str]:
-        """Jobs that are not over: `id state name`."""
+        """Return the unfinished jobs, each as `id state name`."""
         return self.run("squeue", "--noheader", "--format=%i %T %j").out.splitlines()
 
     def put(self, name: str, text: str) -> Path:
-        """A file in the user's home."""
+        """Write a file in the user's home."""
         path = self.home / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
@@ -226,42 +226,42 @@ class Lab:
         return path
 
     def left_on(self, host: str) -> list[str]:
-        """Processes of the user and folders of agents on a host."""
+        """Return the node processes of the user and the directories of agents on a host."""
         table = self.processes(host)
         folders = self.root(host, "sh", "-c", "ls -d /tmp/hs-* 2>/dev/null").out.split()
         return [f"{pid} {' '.join(argv)}" for pid, argv in table.items() if is_of_a_node(argv)] + folders
 
     def processes(self, host: str, user: str | None = USER) -> dict[int, list[str]]:
-        """pid -> arguments of the processes of a user (None: of everybody) on a host, less the one that looks."""
+        """Map pid to arguments for the processes of a user (None: of all users) on a host, except the listing process."""
         done = self.root(host, sys.executable, "-c", TABLE)
-        rows = json.loads(done.out or "[]")  # a host that is off has none
+        rows = json.loads(done.out or "[]")  # empty for a host that is off
         return {pid: argv for pid, owner, argv in rows if user in (None, owner) and TABLE not in argv}
 
     def find(self, host: str, *words: str, user: str | None = USER) -> list[str]:
-        """The ids of the processes with these arguments, one after another: `find("ctl", "-m", "heliostat", "up")`."""
+        """Return the ids of the processes with these consecutive arguments: `find("ctl", "-m", "heliostat", "up")`."""
         return [str(pid) for pid, argv in self.processes(host, user).items() if has_words(argv, *words)]
 
     def logs(self) -> str:
-        """The ends of the scheduler's own logs, for a test that failed."""
+        """Return the last part of each scheduler log, for a failed test."""
         files = sorted((ROOT / "log").glob("*.log"))
         return "\n".join(f"==> {path.name}\n{path.read_text(errors='replace')[-2000:]}" for path in files)
 
 
 @functools.cache
 def real_pbs() -> Path | None:
-    """Where the commands of a real PBS are; None: there is none here."""
+    """Return the directory of the commands of a real PBS, or None if it is not installed."""
     found = shutil.which("qstat")
     said = subprocess.run([found, "--version"], capture_output=True, text=True).stdout if found else ""
     return Path(str(found)).resolve().parent if "pbs_version" in said else None
 
 
 class PbsLab(Lab):
-    """The same hosts with a PBS: its server on ctl. What a test sees is the same, wherever the commands come from."""
+    """The same hosts with PBS, whose server runs on ctl. Tests use the real and the fake PBS in the same way."""
 
     def __enter__(self) -> PbsLab:
         super().__enter__()
         (self._start_real if real_pbs() else self._start_standin)()
-        # a login node has them on the PATH of whoever logs in
+        # on a login node, the PATH of a login shell has the commands
         with open(self.home / ".profile", "a") as profile:
             profile.write(f"PATH={self.bin}:$PATH\n")
         self.ready()
@@ -289,11 +289,11 @@ class PbsLab(Lab):
                 [sys.executable, "-S", str(PBS), "serve", str(ROOT / "pbs"), str(SCRIPT), str(self.hosts)],
                 env=self.env, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
             )  # fmt: skip
-        wait_for("the stand-in", (ROOT / "pbs" / "server").exists)
+        wait_for("the fake PBS", (ROOT / "pbs" / "server").exists)
         (ROOT / "pbs").chmod(0o755)
 
     def _start_real(self) -> None:
-        """Each host has its own PBS_HOME and one pbs.conf for all, mounted over what the installation names."""
+        """Start PBS with one PBS_HOME per host and one pbs.conf for all, mounted over the paths of the installation."""
         self.bin = real_pbs() or Path()
         self.exec = self.bin.parent
         conf = Path(os.environ.get("PBS_CONF_FILE", "/etc/pbs.conf"))
@@ -320,15 +320,15 @@ class PbsLab(Lab):
 
     def _mount(self, host: str, conf: Path | None = None) -> None:
         conf = conf or Path(os.environ.get("PBS_CONF_FILE", "/etc/pbs.conf"))
-        place = ROOT / "nodes" / host / "pbs"
-        place.mkdir(parents=True, exist_ok=True)
+        pbs_dir = ROOT / "nodes" / host / "pbs"
+        pbs_dir.mkdir(parents=True, exist_ok=True)
         self.root(host, "mount", "--bind", str(self.conf), str(conf))
-        self.root(host, "sh", "-c", f"mkdir -p {self.pbs_home}; mount --bind {place} {self.pbs_home}")
+        self.root(host, "sh", "-c", f"mkdir -p {self.pbs_home}; mount --bind {pbs_dir} {self.pbs_home}")
 
     def _mom(self, host: str) -> None:
         self._mount(host)
-        place = ROOT / "nodes" / host / "pbs"
-        if not (place / "mom_priv").exists():
+        pbs_dir = ROOT / "nodes" / host / "pbs"
+        if not (pbs_dir / "mom_priv").exists():
             parts = (
                 "aux",
                 "checkpoint",
@@ -340,9 +340,9 @@ class PbsLab(Lab):
                 "pbs_version",
             )
             subprocess.run(
-                ["cp", "-a", *(ROOT / "nodes/ctl/pbs" / part for part in parts), place], check=True
+                ["cp", "-a", *(ROOT / "nodes/ctl/pbs" / part for part in parts), pbs_dir], check=True
             )
-            (place / "mom_priv/config").write_text("$clienthost ctl\n$usecp *:/ /\n")
+            (pbs_dir / "mom_priv/config").write_text("$clienthost ctl\n$usecp *:/ /\n")
         self.root(host, f"{self.exec}/sbin/pbs_mom")
 
     def qmgr(self, command: str) -> Done:
@@ -365,7 +365,7 @@ class PbsLab(Lab):
             self._mom(host)
 
     def silence(self) -> None:
-        """The server ends; jobs go on."""
+        """Stop the server; jobs continue."""
         if real_pbs():
             self.root("ctl", str(self.bin / "qterm"), "-t", "quick")
         else:
@@ -378,7 +378,7 @@ class PbsLab(Lab):
             (ROOT / "pbs/silent").rename(ROOT / "pbs/server")
 
     def ready(self) -> None:
-        """Until PBS has every host."""
+        """Wait until PBS has every host."""
 
         def there() -> bool:
             said = self.run("pbsnodes", "-a", "-F", "json").out
@@ -388,7 +388,7 @@ class PbsLab(Lab):
         wait_for("all hosts", there)
 
     def queue(self) -> list[str]:
-        """Jobs that are not over: `id state name`."""
+        """Return the unfinished jobs, each as `id state name`."""
         jobs = json.loads(self.run("qstat", "-f", "-F", "json").out).get("Jobs", {})
         return [f"{job} {about['job_state']} {about['Job_Name']}" for job, about in jobs.items()]
 
@@ -398,16 +398,16 @@ class PbsLab(Lab):
 
     def logs(self) -> str:
         files = sorted((ROOT / "nodes").glob("*/pbs/*_logs/*"))
-        told = "\n".join(f"==> {p}\n{p.read_text(errors='replace')[-2000:]}" for p in files if p.is_file())
-        return f"{super().logs()}\n{told}"
+        tails = "\n".join(f"==> {p}\n{p.read_text(errors='replace')[-2000:]}" for p in files if p.is_file())
+        return f"{super().logs()}\n{tails}"
 
 
 def wait_for(what: str, check: Callable[[], object], seconds: float = 120) -> object:
-    """Until it is true; a generous net, never a measure."""
+    """Return the first true value of `check`. The timeout only ends a test that hangs."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         value = check()
         if value:
             return value
         time.sleep(0.2)
-    raise AssertionError(f"did not come: {what}")
+    raise AssertionError(f"timed out: {what}")

@@ -18,7 +18,7 @@ from runner.running import Options, Run, plan
 
 PLACE = Path(__file__).parents[2] / "integrations/activate"
 WORKFLOW = load(PLACE / "workflow.yaml")
-MODES = {"On the login host, or the hosts that are named": "ssh", "On SLURM": "slurm", "On PBS": "pbs"}
+MODES = {"On the login host, or on the listed hosts": "ssh", "On Slurm": "slurm", "On PBS": "pbs"}
 NASTY = 'it\'s "$HOME" `id` ; \\ &'
 
 

@@ -175,6 +175,20 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in slugs, f"{link} of {sorted(slugs)}"
 
 
+# -- paths of source files and tests
+
+SOURCE = re.compile(r"`((?:src|tests)/[\w/*-]+\.py)(?:::(\w+))?`")
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.name)
+def test_source_paths_exist(page: Path) -> None:
+    """`src/….py` and `tests/….py`, with `*` and an optional `::test_name`."""
+    for path, name in SOURCE.findall(page.read_text()):
+        files = list(ROOT.glob(path))
+        assert files, f"{path} does not exist"
+        assert not name or any(f"def {name}(" in file.read_text() for file in files), f"{path} has no {name}"
+
+
 # -- the checks themselves, on pages made for it
 
 

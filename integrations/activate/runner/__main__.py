@@ -1,4 +1,4 @@
-"""`python -m runner WORKFLOW`: validate, plan or run it. Exit code 0, 1 for an error, 130 when it was canceled."""
+"""`python -m runner WORKFLOW`: validate, plan or run a workflow. Exit code: 0, 1 after an error, 130 if canceled."""
 
 from __future__ import annotations
 
@@ -22,34 +22,32 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="runner", description=__doc__)
     parser.add_argument("workflow", type=Path)
     what = parser.add_mutually_exclusive_group()
-    what.add_argument(
-        "--validate", action="store_true", help="check the file, and the inputs where they are given"
-    )
+    what.add_argument("--validate", action="store_true", help="check the file, and the inputs if given")
     what.add_argument("--plan", action="store_true", help="print jobs, hosts and rendered steps; run nothing")
     parser.add_argument("--inputs", type=Path, metavar="FILE", help="JSON: the values of the form")
     parser.add_argument(
         "-i", "--input", action="append", default=[], metavar="GROUP.NAME=TEXT", help="one value"
     )
     parser.add_argument(
-        "--configuration", metavar="NAME", help="one of the workflow's own presets, under the inputs"
+        "--configuration", metavar="NAME", help="a preset of the workflow; the inputs override it"
     )
     parser.add_argument(
         "--resources", type=Path, metavar="FILE", help="JSON: NAME -> {id, ip, schedulerType, …}"
     )
     parser.add_argument(
-        "--checkout", action="append", default=[], metavar="REPO=FOLDER", help="a folder for a repository"
+        "--checkout",
+        action="append",
+        default=[],
+        metavar="REPO=FOLDER",
+        help="local directory to use for a repository",
+    )
+    parser.add_argument("--ssh", default="ssh", metavar="COMMAND", help="ssh command, e.g. 'ssh -F config'")
+    parser.add_argument("--undefined", default="", metavar="TEXT", help="text to insert for an absent value")
+    parser.add_argument(
+        "--clean", action="store_true", help="remove the run's directories on the hosts at the end"
     )
     parser.add_argument(
-        "--ssh", default="ssh", metavar="COMMAND", help="how hosts are reached, e.g. 'ssh -F config'"
-    )
-    parser.add_argument(
-        "--undefined", default="", metavar="TEXT", help="what stands in a text for a value that is absent"
-    )
-    parser.add_argument(
-        "--clean", action="store_true", help="remove the run's folders on the hosts at the end"
-    )
-    parser.add_argument(
-        "--result", type=Path, metavar="FILE", help="write the result there, as JSON, for your eyes only"
+        "--result", type=Path, metavar="FILE", help="write the result to FILE as JSON, with mode 0600"
     )
     return parser.parse_args(words)
 
@@ -84,7 +82,7 @@ def form_of(workflow: Workflow, given: argparse.Namespace) -> Form:
 
 
 def write_result(path: Path, result: dict[str, Any]) -> None:
-    """A session's slug may hold a key: nobody else reads it."""
+    """Write the result with mode 0600, because a session's slug may contain a key."""
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(handle, "w", encoding="utf-8") as stream:
         json.dump(result, stream, indent=2)
@@ -110,7 +108,7 @@ def main(words: list[str] | None = None) -> int:
     except (WorkflowError, InputError, ExpressionError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    for number in (signal.SIGINT, signal.SIGTERM):  # also where whoever started us ignores Ctrl-C
+    for number in (signal.SIGINT, signal.SIGTERM):  # also if the parent process ignores Ctrl-C
         signal.signal(number, signal.default_int_handler)
     result = run.run()
     if given.result:
@@ -133,4 +131,4 @@ def main(words: list[str] | None = None) -> int:
 if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
-    os._exit(code)  # after a second Ctrl-C threads may still wait for a host
+    os._exit(code)  # after a second Ctrl-C, threads may still wait for a host

@@ -1,4 +1,4 @@
-"""What the platform does itself, stood in for."""
+"""Fakes for the actions of the platform."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from .hosts import Host, HostError
 
-# that somebody answers at the port, seen from the host where the platform's tunnel ends
+# Checks that a service answers on the port, from the host where the platform's tunnel ends.
 ANSWERS = """for _ in $(seq 20); do
   timeout 5 bash -c 'exec 3<>/dev/tcp/{host}/{port}' 2>/dev/null && {{ echo yes; exit; }}
   sleep 0.5
@@ -20,11 +20,11 @@ done
 
 
 class ActionError(Exception):
-    """Why the platform's action could not be done here."""
+    """An action of the platform failed."""
 
 
 def session(values: dict[str, Any], target: Host) -> dict[str, Any]:
-    """The session as the platform would keep it, and whether its port answers on the target."""
+    """Return the session as the platform stores it, and whether its port answers on the target."""
     try:
         port = int(values["remotePort"])
         if not 0 < port < 65536:
@@ -47,7 +47,7 @@ def session(values: dict[str, Any], target: Host) -> dict[str, Any]:
 
 
 def checkout(values: dict[str, Any], sources: dict[str, Path], host: Host, run_dir: str) -> int:
-    """Puts the files of a folder of this machine where the platform would put those of the repository; how many."""
+    """Copy a local directory to the path of the repository on the host. Return the number of entries."""
     repo = str(values["repo"])
     branch = str(values.get("branch") or "")
     source = sources.get(f"{repo}@{branch}") or sources.get(repo)

@@ -1,6 +1,6 @@
-"""The platform's expressions: `${{ … }}` in a text, parsed by a grammar with precedences and evaluated with short circuit.
+"""The platform's expressions: `${{ … }}` in a text, parsed with operator precedence and evaluated with short circuit.
 
-The platform documents no precedence; this is JavaScript's, which every workflow that we know of agrees with:
+The platform documents no precedence; this is JavaScript's, which is consistent with all known workflows:
 `get`, `!`, `**`, `* / //`, `+ -`, `< <= > >= in includes`, `== != === !==`, `&&`, `||`, `??`, `? :`.
 """
 
@@ -18,11 +18,11 @@ ELSEWHERE = ("github", "steps", "secrets", "runner", "jobs", "vars", "job", "mat
 
 
 class ExpressionError(Exception):
-    """What is wrong, in words; whoever knows the place adds it."""
+    """An invalid expression. The caller adds the location."""
 
 
 class Undefined:
-    """The value of an input that the form leaves out."""
+    """The value of an input that the form omits."""
 
     def __bool__(self) -> bool:
         return False
@@ -33,7 +33,7 @@ class Undefined:
 
 UNDEFINED = Undefined()
 
-# --- words ----------------------------------------------------------------------------------------------------
+# --- tokens ---------------------------------------------------------------------------------------------------
 
 TOKEN = re.compile(
     r"""\s*(?:
@@ -76,14 +76,14 @@ class Literal:
 
 @dataclass(frozen=True)
 class Name:
-    """A path (`inputs.a.b`), a status word, or a bare word, which is text."""
+    """A path (`inputs.a.b`), a status name, or an unquoted text."""
 
     path: str
 
 
 @dataclass(frozen=True)
 class Apply:
-    """An operator and its parts."""
+    """An operator and its operands."""
 
     op: str
     parts: tuple[Any, ...]
@@ -91,7 +91,7 @@ class Apply:
 
 Tree = Literal | Name | Apply
 
-LEVELS = (  # loosest first; `?:` stands above and `!` below them
+LEVELS = (  # lowest precedence first; `?:` is lower and `!` is higher
     ("??",),
     ("||",),
     ("&&",),
@@ -143,7 +143,7 @@ class Parser:
             return self.unary()
         left = self.level(number + 1)
         while op := self.take(*LEVELS[number]):
-            # a chain of powers goes to the right, all others to the left
+            # `**` is right-associative, all others are left-associative
             right = self.level(number if op == "**" else number + 1)
             if op == "??" and any(
                 isinstance(part, Apply) and part.op in ("&&", "||") for part in (left, right)
@@ -190,7 +190,7 @@ def parse(text: str) -> Tree:
 
 
 def names(tree: Tree) -> Iterator[str]:
-    """Every path, status word and bare word in it."""
+    """Yield every path, status name and unquoted text of a tree."""
     if isinstance(tree, Name):
         yield tree.path
     elif isinstance(tree, Apply):
@@ -200,7 +200,7 @@ def names(tree: Tree) -> Iterator[str]:
 
 # --- values ---------------------------------------------------------------------------------------------------
 
-Look = Callable[[str], Any]  # the value of a path
+Look = Callable[[str], Any]  # returns the value of a path
 
 
 def evaluate(tree: Tree, look: Look) -> Any:
@@ -227,7 +227,7 @@ def evaluate(tree: Tree, look: Look) -> Any:
 
 
 def truth(value: Any) -> bool:
-    """As JavaScript has it, but for an empty list."""
+    """Return the truth value as in JavaScript, except for an empty list."""
     return bool(value)
 
 
@@ -243,7 +243,7 @@ def number(value: Any) -> float:
 
 
 def equal(left: Any, right: Any) -> bool:
-    """A number equals its own text; a truth value never equals a text: an output `true` is text."""
+    """Compare two values. A number equals its text; a boolean never equals a text, and an output `true` is text."""
     if isinstance(left, bool) != isinstance(right, bool):
         return False
     kinds = {type(left), type(right)}
@@ -261,7 +261,7 @@ def same(left: Any, right: Any) -> bool:
 
 
 def order(left: Any, right: Any) -> float:
-    """Less than, equal to, more than 0; two texts by their letters, else as numbers."""
+    """Return a number below, equal to or above 0. Two texts compare by characters, other values as numbers."""
     if isinstance(left, str) and isinstance(right, str):
         return (left > right) - (left < right)
     return number(left) - number(right)
@@ -322,7 +322,7 @@ BINARY: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def text_of(value: Any) -> str:
-    """A value inside of a text."""
+    """Format a value for insertion into a text."""
     if value is UNDEFINED or value is None:
         return ""
     if isinstance(value, bool):
@@ -334,11 +334,11 @@ def text_of(value: Any) -> str:
     return str(value)
 
 
-# --- texts that hold expressions ------------------------------------------------------------------------------
+# --- texts with expressions -----------------------------------------------------------------------------------
 
 
 def pieces(text: str) -> list[str | Tree]:
-    """The plain parts as they are, and the tree of each `${{ … }}`. `${NAME}` is the shell's."""
+    """Split a text into plain parts and the tree of each `${{ … }}`. `${NAME}` belongs to the shell."""
     found: list[str | Tree] = []
     place = 0
     while (begin := text.find("${{", place)) >= 0:
@@ -362,9 +362,9 @@ def pieces(text: str) -> list[str | Tree]:
 
 
 def render(value: Any, look: Look, absent: str = "") -> Any:
-    """Every expression in it replaced. A text that is one expression keeps the value's own type; tables and lists part by part.
+    """Replace every expression in a text, or in each item of a table or list. A text that is one expression keeps the value's type.
 
-    absent: what stands in a text for a value that there is not; the platform writes nothing or `undefined`."""
+    absent: text to insert for an absent value; the platform inserts nothing or `undefined`."""
     if isinstance(value, dict):
         return {key: render(each, look, absent) for key, each in value.items()}
     if isinstance(value, list):
@@ -379,7 +379,7 @@ def render(value: Any, look: Look, absent: str = "") -> Any:
 
 
 def all_names(value: Any) -> Iterator[str]:
-    """Every name in every expression of a text, a table or a list."""
+    """Yield every name in every expression of a text, a table or a list."""
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, list):

@@ -1,7 +1,7 @@
-"""A step's shell text on a host, here or over ssh: its output as it comes, its end, and how it is ended before.
+"""Run the shell script of a step on this machine or over ssh: stream its output, return its exit code, or stop it.
 
-What runs there is one small program in bash, the same here and there. It keeps the step in a process group of its own with its
-output in a file, so that nobody waits for a child that holds it open, and tells us the exit code and the outputs at the end.
+A small bash program runs the step, the same on all hosts. It starts the step in its own process group with the output in a
+file, so that a child that keeps the output open does not block it. At the end it prints the exit code and the outputs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 GRACE_S = 20  # between TERM and KILL of a step
-LATE_S = 30  # so long may a connection hang after the step that it was for is ended
+LATE_S = 30  # timeout for the connection after its step was stopped
 SSH = (
     "-o",
     "BatchMode=yes",
@@ -28,16 +28,16 @@ SSH = (
     "ServerAliveCountMax=4",
 )
 LOCAL = ("", "localhost", "127.0.0.1")
-OURS = ("HOME", "PATH", "USER", "LOGNAME", "LANG")  # of this person's environment, what a step here gets
+OURS = ("HOME", "PATH", "USER", "LOGNAME", "LANG")  # variables of the caller that a local step receives
 
 
 class HostError(Exception):
-    """A host that cannot be used, in ssh's words."""
+    """A host cannot be used; the message is that of ssh."""
 
 
 @dataclass(frozen=True)
 class Host:
-    """What the keys of `ssh` say; without a remoteHost: this machine."""
+    """The host of the keys of `ssh`; without a remoteHost, this machine."""
 
     name: str = ""
     user: str = ""
@@ -59,7 +59,7 @@ class Host:
         return "here" if self.here else f"{self.user}@{self.name}" if self.user else self.name
 
     def argv(self) -> list[str]:
-        """A bash there that reads its program from standard input."""
+        """Return the command of a bash on the host that reads its program from standard input."""
         if self.here:
             return ["bash", "-s"]
         name, _, port = self.name.partition(":")
@@ -71,11 +71,11 @@ class Host:
 
     def environment(self) -> dict[str, str]:
         if not self.here:
-            return dict(os.environ)  # ssh's own: its agent, its home; none of it goes there
+            return dict(os.environ)  # for ssh itself (agent, home); not sent to the host
         return {key: os.environ[key] for key in OURS if key in os.environ}
 
     def ask(self, program: str, timeout: float = 60) -> str:
-        """The output of a short program there."""
+        """Return the output of a short program on the host."""
         try:
             done = subprocess.run(
                 self.argv(),
@@ -99,7 +99,7 @@ class Ended:
 
 
 def double(text: str) -> str:
-    """Quoted for the shell, but `$NAME` counts, and `~/` at the beginning, as the platform has them."""
+    """Quote for the shell, but expand `$NAME` and a leading `~/`, as the platform does."""
     for letter in ("\\", '"', "`"):
         text = text.replace(letter, "\\" + letter)
     return '"$HOME' + text[1:] + '"' if text == "~" or text.startswith("~/") else f'"{text}"'
@@ -110,7 +110,7 @@ class Script:
     """One attempt of a step, or one clean-up."""
 
     text: str
-    run_dir: str  # below the home of whoever runs it, on every host
+    run_dir: str  # below the home of the remote user, on every host
     place: str  # logs/JOB/step_N
     outputs: str  # logs/JOB/outputs-unstable
     exports: dict[str, str]
@@ -136,7 +136,7 @@ class Script:
         )
 
 
-# Whoever ends it leaves a word first and looks for the number then; we look for the word first and leave the number then.
+# ENDING creates `canceled` and then reads step.pid; PROGRAM checks `canceled` and then writes step.pid. So a stop is never missed.
 PROGRAM = """mask=$(umask); umask 077
 mkdir -p {run}/{place} && cd {run} || exit 1
 rm -f {place}/step.pid {place}/step.out
@@ -165,7 +165,7 @@ exit 0
 
 
 class Running:
-    """A script that runs. `line` gets each line of its output."""
+    """A running script. `line` receives each line of its output."""
 
     def __init__(self, host: Host, script: Script, line: Callable[[str], None]) -> None:
         self.host = host
@@ -179,7 +179,7 @@ class Running:
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
-            start_new_session=True,  # a Ctrl-C is ours to pass on
+            start_new_session=True,  # the runner handles Ctrl-C
         )
         readers = ((self._process.stdout, line), (self._process.stderr, self._said.append))
         self._readers = [threading.Thread(target=_read, args=pair, daemon=True) for pair in readers]
@@ -190,10 +190,10 @@ class Running:
             self._process.stdin.write(script.program())
             self._process.stdin.close()
         except BrokenPipeError:
-            pass  # ssh has given up: it has said why
+            pass  # ssh has exited; its stderr has the reason
 
     def wait(self, timeout: float) -> Ended | None:
-        """How it ended, or None: not yet."""
+        """Return the result, or None if it still runs."""
         try:
             self._process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -210,7 +210,7 @@ class Running:
         )
 
     def end(self) -> None:
-        """Ends the step and its children there: TERM, time, KILL. Then the connection."""
+        """Stop the step and its children on the host with TERM and, after a grace period, KILL. Then close the connection."""
         try:
             self.host.ask(self.script.ending(), timeout=GRACE_S + LATE_S)
         except HostError as error:
@@ -230,6 +230,6 @@ def _read(stream: Any, line: Callable[[str], None]) -> None:
 
 
 def read_outputs(text: str) -> dict[str, str]:
-    """Lines KEY=VALUE; the last of a key counts, and a value may hold `=`."""
+    """Parse lines KEY=VALUE. The last value of a key applies; a value may contain `=`."""
     pairs = (line.partition("=") for line in text.splitlines())
     return {key.strip(): value for key, sign, value in pairs if sign and key.strip()}

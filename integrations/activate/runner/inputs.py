@@ -1,4 +1,4 @@
-"""The form: what a person gave, the defaults of the rest, and what the form leaves out."""
+"""The form: the given inputs, the defaults of the others, and the omitted ones."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ DEPTH = 30
 
 
 class InputError(Exception):
-    """An input that is missing or cannot be used."""
+    """An input is missing or invalid."""
 
 
 class Form:
-    """The values of the inputs, each found when it is asked for: a default may be an expression of other inputs."""
+    """The values of the inputs, evaluated on demand: a default may be an expression of other inputs."""
 
     def __init__(
         self,
@@ -41,17 +41,17 @@ class Form:
         self._refuse_unknown(self.form, self.given, ())
 
     def values(self) -> dict[str, Any]:
-        """All of them, checked; those that the form ignores are left out."""
+        """Return all values, validated, without those that the form ignores."""
         found = {name: self.value((name,)) for name in self.form}
         return {name: value for name, value in found.items() if value is not UNDEFINED}
 
     def look(self, name: str, at: tuple[str, ...] = ()) -> Any:
-        """A path of an expression; `.hidden` and `.ignore` are of the input `at`."""
+        """Return the value of a path; `.hidden` and `.ignore` refer to the input `at`."""
         if name in (".hidden", ".ignore"):
             return self._attribute(at, name[1:])
         root, *path = name.split(".")
         if root != "inputs":
-            return name  # a bare word
+            return name  # unquoted text
         for cut in range(len(path), 0, -1):
             if self._about(tuple(path[:cut])) is not None:
                 value = self.value(tuple(path[:cut]))
@@ -173,7 +173,7 @@ def _number(name: str, about: dict[str, Any], value: Any) -> float:
 
 
 def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """`over` on `base`, table by table; a resource is taken whole."""
+    """Merge `over` into `base`, table by table; a resource is replaced as a whole."""
     both = dict(base)
     for key, value in over.items():
         deep = isinstance(value, dict) and isinstance(base.get(key), dict)

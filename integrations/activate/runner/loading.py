@@ -1,4 +1,4 @@
-"""A workflow file, read and checked before anything runs: what is wrong is told with its line."""
+"""Load and validate a workflow file before anything runs. Errors contain the line number."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STEP = {"name", "id", "run", "uses", "with", "if", "cleanup", "early-cancel", "s
 SSH = {"remoteHost", "remoteUser", "jumpNodeHost", "jumpNodeUser"}
 RETRY = {"max-retries", "interval", "timeout"}
 SESSION = {"redirect", "useTLS", "useCustomDomain", "openAI", "prompt-for-name", "type", "detach"}
-ACTIONS = {  # what the platform does itself: its parameters, those that must be there first
+ACTIONS = {  # actions of the platform: their parameters, the required ones first
     "parallelworks/checkout": (["repo"], ["branch", "sparse_checkout", "path"]),
     "parallelworks/cancel-jobs": (["jobs"], []),
     "parallelworks/update-session": (
@@ -45,7 +45,7 @@ INPUTS = {  # type -> its own attributes
     "slurm-qos": {"resource"},
     "header": {"text", "size", "bold"},
 }
-# of the platform, and not of this runner: refused, never passed over
+# Supported by the platform but not by this runner: rejected, never ignored.
 NOT_HERE = {"strategy": "matrix of jobs", "app": "apps"}
 NEAR = {
     "runs-on": "ssh: {remoteHost: …}",
@@ -61,7 +61,7 @@ class WorkflowError(Exception):
 
 
 class Loader(yaml.SafeLoader):
-    """Plain words as YAML 1.2 reads them, as the platform does: `on` is text. Keys that stand twice are refused."""
+    """Parse plain scalars as in YAML 1.2, like the platform: `on` is text. Duplicate keys are rejected."""
 
 
 Loader.yaml_implicit_resolvers = {
@@ -174,7 +174,7 @@ def read(text: str, name: str = "workflow") -> Workflow:
     return Checker(document, lines).workflow(name)
 
 
-# --- the tree's rules -----------------------------------------------------------------------------------------
+# --- validation of the tree -----------------------------------------------------------------------------------
 
 
 class Checker:
@@ -186,7 +186,7 @@ class Checker:
         return WorkflowError(what, self.lines[path])
 
     def table(self, *path: Any, known: set[str] | None = None) -> dict[str, Any]:
-        """The table at this path; {} when there is none."""
+        """Return the table at this path, or {} if there is none."""
         value: Any = self.document
         for part in path:
             value = value.get(part) if isinstance(value, dict) else value[part]
@@ -227,7 +227,7 @@ class Checker:
         return made
 
     def form(self, *path: Any) -> dict[str, dict[str, Any]]:
-        """A map of inputs: the whole form, or the items of a group."""
+        """Check a map of inputs: the whole form, or the items of a group."""
         found = self.table(*path)
         for key, about in found.items():
             if not re.fullmatch(r"[A-Za-z0-9_-]+", str(key)):
@@ -324,7 +324,7 @@ class Checker:
             )
 
     def references(self, workflow: Workflow) -> None:
-        """Every name in every expression is of something that there is."""
+        """Check that every name in every expression exists."""
         for place, value in texts(self.document):
             try:
                 for name in all_names(value):
@@ -363,7 +363,7 @@ def seconds(value: Any) -> float:
 
 
 def exists(form: dict[str, Any], path: list[str] | tuple[str, ...]) -> bool:
-    """Whether the form has this input. A resource has parts that no form tells of."""
+    """Whether the form has this input. A resource has attributes that the form does not list."""
     if not path:
         return False
     about = form.get(path[0])
@@ -383,7 +383,7 @@ def paths(values: dict[str, Any], before: tuple[str, ...] = ()) -> Iterator[tupl
 
 
 def texts(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], str]]:
-    """Every text in the document, with its path."""
+    """Yield every text in the document, with its path."""
     if isinstance(value, str):
         yield place, value
     elif isinstance(value, (dict, list)):

@@ -1,7 +1,7 @@
-"""The jobs of a run, each in a thread of its own: when one begins, what its steps see, how it ends.
+"""The jobs of a run, each in its own thread: their start, the environment of their steps, and their end.
 
-A job begins when all that it needs are final. Its state is one of `FINAL` then; a job whose step failed is `error` for the others
-from that moment on, while its clean-ups still run.
+A job starts when all jobs that it needs have a state in `FINAL`. A job whose step failed has the state `error` for the others
+from that time on, while its clean-ups still run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .hosts import Ended, Host, HostError, Running, Script
 from .inputs import Form
 from .loading import Job, Step, Workflow, seconds
 
-FINE = {"completed", "skipped"}  # what a job may be for those that need it
+FINE = {"completed", "skipped"}  # states that satisfy `needs`
 FINAL = {*FINE, "error", "canceled", "skipped-failed"}
 ATTEMPT_S = 30.0  # the platform's own limit for an attempt of a step with `retry`
 CLEANUP_S = 600.0
@@ -33,9 +33,9 @@ class JobRun:
 
     job: Job
     state: str = "pending"
-    done: bool = False  # its last word is said
+    done: bool = False  # its thread has finished
     failed: bool = False
-    cancels: int = 0  # how often it was told to end
+    cancels: int = 0  # number of cancel requests
     why: str = ""
     outputs: dict[str, str] = field(default_factory=dict)
     step_outputs: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -55,7 +55,9 @@ class JobRun:
 @dataclass(frozen=True)
 class Options:
     ssh: tuple[str, ...] = ("ssh",)
-    sources: dict[str, Path] = field(default_factory=dict)  # what `checkout` takes in place of a repository
+    sources: dict[str, Path] = field(
+        default_factory=dict
+    )  # directories that `checkout` uses for repositories
     absent: str = ""
     clean: bool = False
     say: Callable[[str], None] = print
@@ -66,7 +68,7 @@ class Run:
         self.workflow = workflow
         self.form = form
         self.options = options or Options()
-        self.values = form.values()  # whatever is wrong with them is told before anything runs
+        self.values = form.values()  # fails on invalid inputs before anything runs
         self.slug = f"{workflow.name}-{time.strftime('%Y%m%d%H%M%S')}-{random.token_hex(2)}"
         self.folder = f"pw/jobs/{self.slug}"
         self.jobs = {name: JobRun(job) for name, job in workflow.jobs.items()}
@@ -86,7 +88,7 @@ class Run:
             threading.Thread(target=self._job, args=(each,), daemon=True).start()
         while not all(each.done for each in self.jobs.values()):
             try:
-                time.sleep(LOOK_S)  # a Ctrl-C in a join or a lock may leave it broken
+                time.sleep(LOOK_S)  # not a join or a lock, which a Ctrl-C may leave broken
                 if time.monotonic() > limit and not self.timed_out:
                     self.timed_out = True
                     self.cancel("the workflow's time is over")
@@ -101,7 +103,7 @@ class Run:
         return self.result()
 
     def cancel(self, why: str) -> None:
-        """Everything that runs ends, with its clean-ups; what has not begun does not, unless its `if` wants it."""
+        """Stop all running jobs, with their clean-ups. A pending job does not start, unless its `if` requires it."""
         self.say("", f"canceled: {why}")
         with self._change:
             self.canceled = self.canceled or why
@@ -156,7 +158,9 @@ class Run:
                 each.outputs = {}
             why = f" ({each.why})" if each.why and state != "completed" else ""
             self.say(each.job.name, f"{state}{why}")
-        except Exception as error:  # an expression, a host, or a defect of ours: others must not wait for it
+        except (
+            Exception
+        ) as error:  # an expression, a host, or a defect of the runner: other jobs must not wait forever
             each.failed, each.why, state = True, str(error) or repr(error), "error"
             self.say(each.job.name, f"error: {error}")
         finally:
@@ -169,7 +173,7 @@ class Run:
             self._change.notify_all()
 
     def _ready(self, each: JobRun) -> str:
-        """Waits for what it needs; `running`, or the state of a job that does not begin."""
+        """Wait for the needed jobs. Return `running`, or the final state of a job that does not start."""
         needs = [self.jobs[name] for name in each.job.needs]
         with self._change:
             self._change.wait_for(lambda: self._hard or each.cancels or all(need.final for need in needs))
@@ -236,7 +240,7 @@ class Run:
                 self._change.notify_all()
 
     def _attempts(self, each: JobRun, step: Step) -> tuple[str, int | None]:
-        """The state and exit code of the last attempt."""
+        """Run the attempts of a step. Return the state and exit code of the last one."""
         retry = render(step.keys.get("retry") or {}, self._looking(each, step))
         most = int(retry.get("max-retries") or 0)
         limit = seconds(retry.get("timeout") or f"{ATTEMPT_S:g}s") if retry else float("inf")
@@ -266,7 +270,7 @@ class Run:
         *,
         cleanup: bool = False,
     ) -> Ended | None:
-        """Runs the text on the step's host. None: it was ended before its own end."""
+        """Run the text on the step's host. Return None if it was stopped before its end."""
         look = self._looking(each, step, more)
         keys = step.keys
         where = render((keys["ssh"] or {}) if "ssh" in keys else (each.job.keys.get("ssh") or {}), look)
@@ -360,7 +364,7 @@ class Run:
             count = actions.checkout(values, self.options.sources, host, self.folder)
             self.say(each.job.name, f"{count} files and folders of {values['repo']}")
 
-    # -- what expressions and steps see
+    # -- values of expressions and environment of steps
 
     def _looking(
         self,
@@ -387,7 +391,7 @@ class Run:
                 return self._output(each, path)
             if root in ("org", "app"):
                 raise ExpressionError(f"`{name}`: only the platform has it")
-            return name  # a bare word
+            return name  # unquoted text
 
         return look
 
@@ -409,7 +413,7 @@ class Run:
         return {key: text_of(render(value, look)) for table in tables for key, value in table.items()}
 
     def _platform(self) -> dict[str, str]:
-        """As the platform names them; its key is nobody's here."""
+        """Return the platform's variables, without its API key."""
         about = {"PW_JOB_ID": self.slug, "PW_RUN_SLUG": self.slug, "PW_JOB_NUMBER": "1"}
         return {
             **about,
@@ -427,7 +431,7 @@ class Run:
 
 
 def plan(run: Run) -> list[dict[str, Any]]:
-    """The jobs in an order in which they may begin, with hosts and texts as they would be; nothing runs."""
+    """Return the jobs in a possible start order, with rendered hosts and texts. Nothing runs."""
     done: list[str] = []
     while len(done) < len(run.jobs):
         done += [n for n, each in run.jobs.items() if n not in done and {*each.job.needs} <= {*done}]
