@@ -83,6 +83,7 @@ Walltime = Annotated[
     PlainSerializer(lambda seconds: f"{seconds}s", when_used="json-unless-none"),
 ]
 Count = Annotated[int, BeforeValidator(_count)]
+Price = Annotated[float, BeforeValidator(_count), Field(gt=0, allow_inf_nan=False)]
 Text = Annotated[str, BeforeValidator(_text)]
 Labels = dict[str, Text]
 
@@ -231,6 +232,7 @@ class Group(Model):
     memory: Bytes | None = Field(None, gt=0, description="memory that Ray may use on each")
     labels: Labels = Field({}, description="Ray labels of the nodes")
     resources: dict[str, float] = Field({}, description="custom Ray resources of each, whole numbers")
+    price_per_node_hour: Price | None = Field(None, description="price of a node per hour, in any currency")
     options: dict[str, Any] = Field(
         {}, description="of the site's own table, what differs here: {partition: gpu}"
     )
@@ -321,6 +323,7 @@ class ClusterSpec(Model):
     gpus_per_node: Count | None = Field(None, ge=0, description="GPUs on each node")
     memory_per_node: Bytes | None = Field(None, gt=0, description="memory that Ray may use on each node")
     object_store: Bytes | None = Field(None, description="object store on each node, 80M at least")
+    price_per_node_hour: Price | None = Field(None, description="price of a node per hour, in any currency")
     time: Walltime | None = Field(
         None, gt=0, description="how long the cluster may live (walltime): 4:00:00, 90m"
     )

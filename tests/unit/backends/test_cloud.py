@@ -13,7 +13,7 @@ import yaml
 
 from heliostat import backends
 from heliostat.backends.base import Handle, LaunchRequest, Plan
-from heliostat.backends.cloud import prices
+from heliostat.backends.cloud.instances import count_cpus, count_gpus
 from heliostat.backends.cloud.launcher import refusals
 from heliostat.cluster import planner
 from heliostat.common.errors import HeliostatError, UsageError
@@ -38,6 +38,7 @@ EVERYTHING: dict[str, dict[str, Any]] = {
         "time": "8:00:00",
         "autoscale": {"min": 0, "max": 4, "idle": "5m"},
         "object_store": "1G",
+        "price_per_node_hour": 0.096,
         "environment": {"ray": "2.55.1", "setup": ["module load cuda"], "env": {"NCCL_SOCKET_IFNAME": "ib0", "A": "b c"}},
         "aws": {
             "region": "eu-west-1",
@@ -108,7 +109,7 @@ def test_golden(site: str, kind: str) -> None:
     _, plan = planned(site, **(EVERYTHING[site] if kind == "everything" else {}))
     path = GOLDEN / f"{site}-{kind}.txt"
     assert text(plan) == path.read_text()
-    assert plan.notes and f"# {plan.notes[0]}\n" in plan.files[0].text
+    assert all(f"# {note}\n" in plan.files[0].text for note in plan.notes)
     assert yaml.safe_load(plan.files[0].text) == plan.steps[0].config["config"]
     for file in plan.files[1:3]:
         checked = subprocess.run(["bash", "-n"], input=file.text, text=True, capture_output=True)
@@ -442,16 +443,18 @@ def test_an_answer_that_is_none(tmp_path: Path) -> None:
     assert (error.value.code, error.value.cause, error.value.hint) == ("cloud.quota", "b", "h")
 
 
-# -- prices
+# -- instance types and prices
 
 
-def test_prices() -> None:
-    assert prices.one("m5.large", False) == "m5.large, $0.096 an hour"
-    assert prices.one("g5.xlarge", True) == "g5.xlarge, spot, at most $1.006 an hour"
-    assert prices.one("odd", False) == "odd, price unknown"
-    said = prices.all_of([(1, "m5.large", False), (3, "g5.xlarge", True), (2, "odd", False)])
-    assert (
-        said.startswith("about $3.11 an hour while it is up, and odd, whose price is unknown")
-        and prices.DATE in said
-    )
-    assert (prices.cpus("n2-standard-32"), prices.cpus("Standard_E8s_v5"), prices.cpus("x")) == (32, 8, None)
+def test_instance_types() -> None:
+    cpus = [count_cpus(name) for name in ("g5.xlarge", "n2-standard-32", "Standard_E8s_v5", "x")]
+    assert cpus == [4, 32, 8, None]
+    assert [count_gpus(name) for name in ("g5.12xlarge", "m5.large", "x")] == [4, 0, None]
+
+
+def test_the_cost_is_noted_where_each_price_is_given() -> None:
+    groups = {"cpu": {"nodes": 2}, "gpu": {"nodes": 3, "price_per_node_hour": 1.5}}
+    notes = planned("aws", nodes=None, groups=groups, price_per_node_hour=0.1)[1].notes
+    assert notes == ("at 0.1, 1.5 per node-hour this cluster costs 4.80 per hour",)
+    assert planned("aws", nodes=None, groups=groups)[1].notes == (), "the price of the head is unknown"
+    assert planned("aws")[1].notes == ()

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from heliostat.backends.cloud import files as render
-from heliostat.backends.cloud import prices
 from heliostat.backends.cloud.backend import Launcher
 from heliostat.backends.cloud.files import Common, Json
+from heliostat.backends.cloud.instances import count_gpus
 
 if TYPE_CHECKING:
     from heliostat.config.spec import Member
@@ -61,7 +61,7 @@ class Aws(Launcher):
         }
 
     def node(self, options: Any, member: Member) -> tuple[Json, Json]:
-        render.check_gpus(member, prices.gpus(options.instance), options.instance, "instance: g5.xlarge")
+        render.check_gpus(member, count_gpus(options.instance), options.instance, "instance: g5.xlarge")
         disk = {"VolumeSize": options.disk, "VolumeType": "gp3", "DeleteOnTermination": True}
         spot = {"InstanceMarketOptions": {"MarketType": "spot"}} if options.spot else {}
         given = {

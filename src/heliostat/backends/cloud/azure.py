@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from heliostat.backends.cloud import files as render
-from heliostat.backends.cloud import prices
 from heliostat.backends.cloud.backend import Launcher
 from heliostat.backends.cloud.files import Common, Json
+from heliostat.backends.cloud.instances import count_cpus, count_gpus
 from heliostat.common.errors import UsageError
 
 if TYPE_CHECKING:
@@ -64,12 +64,12 @@ class Azure(Launcher):
         }
 
     def node(self, options: Any, member: Member) -> tuple[Json, Json]:
-        cards = prices.gpus(options.instance)
+        cards = count_gpus(options.instance)
         render.check_gpus(member, cards, options.instance, "instance: Standard_NC4as_T4_v3")
         arm: Json = {"vmSize": options.instance, "osDiskSize": options.disk, **_image(options.image or IMAGE)}
         if options.spot:
             arm.update(priority="Spot", billingProfile={"maxPrice": -1})
-        cpus = member.cpus if member.cpus is not None else prices.cpus(options.instance)
+        cpus = member.cpus if member.cpus is not None else count_cpus(options.instance)
         gpus = member.gpus if member.gpus is not None else cards
         return {"azure_arm_parameters": arm}, render.resources(member, cpus, gpus, options.instance)
 

@@ -30,7 +30,6 @@ from heliostat.backends.base import (
     require_programs,
 )
 from heliostat.backends.cloud import files as render
-from heliostat.backends.cloud import prices
 from heliostat.backends.cloud import state as about
 from heliostat.backends.cloud.files import Json
 from heliostat.backends.cloud.state import ANSWER, ENDED, INSTANCES, LAST_S, LOG, LOOKED, PROCESS
@@ -173,7 +172,7 @@ class Launcher:
         if request.options.launcher_yaml is None:
             own = self.own(request.options, render.ray_name(request), request.config["mark"], request.folder)
         operation = {"do": "create", "config": config, "own": own, "wait_s": request.options.wait}
-        notes = (self.cost(request, config),) if own else ()
+        notes = render.cost_notes(request)
         files = render.files(request, config, notes, self.packages)
         names = tuple(member.name for member in request.members)
         return Plan(
@@ -201,15 +200,6 @@ class Launcher:
                 ),
             }
         return render.whole(request, self.provider(options), nodes)
-
-    def cost(self, request: LaunchRequest, config: Json) -> str:
-        """What the cluster costs while it is up, in words; also of one that a person leaves up."""
-        kinds, known = (
-            {kind: least for kind, _, least, _, _ in render.kinds(request)},
-            render.instances(config),
-        )
-        counted = [(1 if kind == render.HEAD else least, *known[kind]) for kind, least in kinds.items()]
-        return prices.all_of(counted)
 
     # -- starting
 
@@ -323,7 +313,8 @@ class Launcher:
                 continue  # it came with demand, and went with it
             one = named.get(name) or {}
             if state is N.READY:
-                reason = prices.one(*(handle.detail["instances"].get(one.get("type")) or ("instance", False)))
+                instance, spot = handle.detail["instances"].get(one.get("type")) or ("instance", False)
+                reason = f"{instance}, spot" if spot else instance
             told = {"state": str(state), "reason": reason, "role": role, "group": group}
             nodes[name] = {**told, "ip": one.get("internal_ip"), "host": one.get("id"), "id": one.get("id")}
         self._keep_alive(handle, head)

@@ -169,6 +169,22 @@ def kinds(request: LaunchRequest) -> Iterator[tuple[str, Any, int, int, Member]]
         yield kind.name or PLAIN, mine, kind.least, kind.most, kind.member
 
 
+def cost_notes(request: LaunchRequest) -> tuple[str, ...]:
+    """The cost per hour of the nodes that start, where the spec has the price of each of them."""
+    spec, prices, total = request.spec, [], 0.0
+    for kind, _, least, _, _ in kinds(request):
+        group, count = spec.kinds.get(kind), 1 if kind == HEAD else least
+        price = (group and group.price_per_node_hour) or spec.price_per_node_hour
+        if count and price is None:
+            return ()
+        if count and price:
+            prices.append(f"{price:g}")
+            total += count * price
+    if not prices:
+        return ()
+    return (f"at {', '.join(dict.fromkeys(prices))} per node-hour this cluster costs {total:.2f} per hour",)
+
+
 def groups(request: LaunchRequest, config: Json) -> dict[str, str | None]:
     """The group of each type of Ray's file."""
     if request.options.launcher_yaml is not None:

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from heliostat.backends.cloud import files as render
-from heliostat.backends.cloud import prices
 from heliostat.backends.cloud.backend import Launcher
 from heliostat.backends.cloud.files import Common, Json
+from heliostat.backends.cloud.instances import count_cpus, count_gpus
 from heliostat.common.errors import UsageError
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Gcp(Launcher):
         }
 
     def node(self, options: Any, member: Member) -> tuple[Json, Json]:
-        cards = (member.gpus or 1) if options.gpu else prices.gpus(options.instance)
+        cards = (member.gpus or 1) if options.gpu else count_gpus(options.instance)
         render.check_gpus(member, cards, options.instance, "gpu: nvidia-tesla-t4, or instance: g2-standard-4")
         image = options.image or (WITH_DRIVER if cards else IMAGE)
         disk = {"diskSizeGb": options.disk, "sourceImage": image}
@@ -77,7 +77,7 @@ class Gcp(Launcher):
             scheduling = {**scheduling, "automaticRestart": False, **spot}
         if scheduling:
             node["scheduling"] = scheduling
-        cpus = member.cpus if member.cpus is not None else prices.cpus(options.instance)
+        cpus = member.cpus if member.cpus is not None else count_cpus(options.instance)
         gpus = member.gpus if member.gpus is not None else cards
         return node, render.resources(member, cpus, gpus, options.instance)
 
