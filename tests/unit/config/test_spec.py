@@ -80,6 +80,7 @@ KEYS: list[tuple[dict[str, Any], str, Any]] = [
     ({"hosts": [{"host": "n", "env": {"A": 1}}]}, "hosts.0.env.A", "1"),
     ({"cpus_per_node": 4}, "cpus_per_node", 4),
     ({"gpus_per_node": 0}, "gpus_per_node", 0),
+    ({"price_per_node_hour": 1}, "price_per_node_hour", 1.0),
     ({"memory_per_node": "50G"}, "memory_per_node", 50 << 30),
     ({"object_store": "1.5G"}, "object_store", 3 << 29),
     ({"time": "24:00:00"}, "time", 86400),
