@@ -542,7 +542,8 @@ def test_two_up_at_once(kube: Kube, home: Path) -> None:
 
 COMMAND = """
 import os, signal, sys
-from heliostat import config, backends
+from heliostat import backends
+from heliostat.config import loader
 from heliostat.cluster.manager import ClusterManager
 from heliostat.state.store import ClusterFolder
 stage, save = sys.argv[1], ClusterFolder.save
@@ -553,7 +554,7 @@ def dying(folder, record):
     if stage == "after the id" and record.handles:
         os.kill(os.getpid(), signal.SIGKILL)
 ClusterFolder.save = dying
-ClusterManager().up(config.check({"name": "lab", "on": "kubernetes", "nodes": 2}, {}, backends.names()))
+ClusterManager().up(loader.check({"name": "lab", "on": "kubernetes", "nodes": 2}, {}, backends.names()))
 """
 
 

@@ -273,7 +273,7 @@ def test_a_file_of_rays_launcher_for_one_script(lab: Lab, cloud: Cloud) -> None:
     setup = [word for line in lines for word in ("--setup", line)]
     done = ok(lab.heliostat("run", "-f", "cluster.yaml", *setup, "hello.py", env=cloud.env))
     assert f"nodes ['{NET}.4']" in done.out and "beside me" in done.out
-    assert "what Ray made in the account stays" in done.err
+    assert "objects of Ray remain in the account" in done.err
     assert cloud.instances("terminated") and set(cloud.left()) == mine, "what was there is there"
     cloud.iam.delete_instance_profile(InstanceProfileName="mine")
     cloud.ec2.delete_key_pair(KeyName="mine")

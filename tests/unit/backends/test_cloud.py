@@ -13,6 +13,7 @@ import yaml
 
 from heliostat import backends
 from heliostat.backends.base import Handle, LaunchRequest, Plan
+from heliostat.backends.cloud import operations
 from heliostat.backends.cloud.instances import count_cpus, count_gpus
 from heliostat.backends.cloud.launcher import refusals
 from heliostat.cluster import planner
@@ -180,14 +181,14 @@ def test_two_clusters_of_one_name_share_no_machine() -> None:
         ("azure", {"azure": {"subscription": "x"}}, "`azure.resource_group` is missing"),
         ("aws", {"gpus_per_node": 1}, "`m5.large` has no GPU"),
         ("gcp", {"gpus_per_node": 1}, "`n2-standard-4` has no GPU"),
-        ("gcp", {"gcp": {**GCP, "instance": "odd"}}, "how many CPUs has `odd`?"),
+        ("gcp", {"gcp": {**GCP, "instance": "odd"}}, "the number of CPUs of `odd` is unknown"),
         ("azure", {"azure": {**AZURE, "image": "ubuntu"}}, "`ubuntu` is not an image"),
         ("aws", {"aws": {"head": {"size": 3}}}, "unknown key `head.size`"),
         ("aws", {"aws": {"instanc": "x"}}, "unknown key `aws.instanc`"),
-        ("aws", {"network": {"interface": "eth0"}}, "`network.interface` has no meaning on `aws`"),
-        ("aws", {"environment": {"container": "x.sif"}}, "`environment.container` has no meaning"),
-        ("aws", {"environment": {"requirements": "/nowhere.txt"}}, "there is no `/nowhere.txt`"),
-        ("aws", {"nodes": None, "groups": {"head": {}}}, "a group cannot be called `head`"),
+        ("aws", {"network": {"interface": "eth0"}}, "`network.interface` is not supported on `aws`"),
+        ("aws", {"environment": {"container": "x.sif"}}, "`environment.container` is not supported"),
+        ("aws", {"environment": {"requirements": "/nowhere.txt"}}, "the file `/nowhere.txt` does not exist"),
+        ("aws", {"nodes": None, "groups": {"head": {}}}, "a group cannot have the name `head`"),
     ],
 )
 def test_what_cannot_be_done_is_said_before(site: str, more: dict[str, Any], what: str) -> None:
@@ -306,10 +307,10 @@ class ClientError(Exception):
     [
         ("aws", ClientError("Unable to locate credentials"), "credentials", "aws configure"),
         ("aws", ClientError("An error occurred (VcpuLimitExceeded): You have requested more"), "quota", "higher quota in here"),
-        ("aws", ClientError("(InsufficientInstanceCapacity)"), "capacity", "another of the `zones`"),
-        ("aws", ClientError('Could not connect to the endpoint URL: "https://ec2.x"'), "region", "is `here` a region of aws"),
+        ("aws", ClientError("(InsufficientInstanceCapacity)"), "capacity", "use another zone"),
+        ("aws", ClientError('Could not connect to the endpoint URL: "https://ec2.x"'), "region", "check that `here` is a region of aws"),
         ("aws", ClientError("User: x is not authorized to perform: iam:CreateRole (AccessDenied)"), "iam", "aws.profile"),
-        ("aws", ClientError("(UnauthorizedOperation) You are not authorized"), "permission", "ask whoever runs the account"),
+        ("aws", ClientError("(UnauthorizedOperation) You are not authorized"), "permission", "ask the administrator of the account"),
         ("aws", ModuleNotFoundError("No module named 'boto3'"), "missing_package", "pip install 'heliostat[aws]'"),
         ("gcp", ImportError("The Ray GCP VM launcher requires"), "missing_package", "pip install 'heliostat[gcp]'"),
         ("gcp", ClientError("DefaultCredentialsError: Your default credentials were not found"), "credentials", "gcloud auth"),
@@ -432,12 +433,12 @@ def test_a_cluster_that_ended_itself(tmp_path: Path) -> None:
 
 
 def test_an_answer_that_is_none(tmp_path: Path) -> None:
-    site: Any = backends.load("aws")
     with pytest.raises(HeliostatError, match="no quota") as error:
-        site._ask(
-            {"do": "look"},
+        operations.run_operation(
+            "aws",
+            {"do": "list"},
             tmp_path,
-            _Answers({"ok": False, "code": "cloud.quota", "message": "no quota", "cause": "b", "hint": "h"}),
+            _Answers({"ok": False, "code": "cloud.quota", "message": "no quota", "cause": "b", "hint": "h"}),  # type: ignore[arg-type]
             1,
         )
     assert (error.value.code, error.value.cause, error.value.hint) == ("cloud.quota", "b", "h")
