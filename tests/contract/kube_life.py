@@ -36,7 +36,7 @@ def kube(server: Kube, home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     """After each test nothing of it may be left."""
     monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig))
     monkeypatch.setattr(readiness, "POLL_S", 0.02)
-    monkeypatch.setattr(site.Kubernetes, "pace", (0.05, 1.0))
+    monkeypatch.setattr(site.Kubernetes, "poll_interval", (0.05, 1.0))
     server.control("requests", clear=True)
     yield server
     server.control("reset")
@@ -85,6 +85,6 @@ def lacks(kube: Kube, group: str, resource: str, verb: str) -> None:
     """The user may do everything but this."""
     rights = [
         {"groups": [g], "resources": [r], "verbs": [v for v in verbs if (g, r, v) != (group, resource, verb)]}
-        for g, r, verbs in site.kube.RIGHTS
+        for g, r, verbs in site.kube.PERMISSIONS
     ]
     kube.control("rules", user="lab", rules=rights)

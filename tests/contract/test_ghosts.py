@@ -55,12 +55,12 @@ def test_nothing_is_recorded_where_the_packages_are_missing(
         return "nosuch"
 
     def no_client(*_: object) -> Any:
-        raise HeliostatError("Kubernetes needs a package that is not here", hint="pip install it")
+        raise HeliostatError("a Python package for Kubernetes is missing", hint="pip install it")
 
-    monkeypatch.setattr(launcher.Launcher, "_missing_package", without)
+    monkeypatch.setattr(launcher.CloudBackend, "_missing_package", without)
     monkeypatch.setattr(api, "connect", no_client)
     spec = ClusterSpec.model_validate({"name": "lab", "on": site, "backend_tables": {site: TABLES[site]}})
-    with pytest.raises(HeliostatError, match="package that is not here") as caught:
+    with pytest.raises(HeliostatError, match="a Python package for") as caught:
         ClusterManager(Store(home)).up(spec)
     assert "pip install" in caught.value.hint and Store(home).names() == [] == Store(home).archived_records()
 

@@ -175,7 +175,7 @@ def test_put_away_and_brought_back(kube: Kube, home: Path) -> None:
 def test_what_the_file_asks_for_and_nobody_does_is_said(kube: Kube, home: Path) -> None:
     told: list[str] = []
     life(home, told).up(spec(idle={"timeout": "1h"}, time="2:00:00"))
-    assert sum("does not end a cluster on `kubernetes`" in line for line in told) == 2
+    assert sum("does not stop a cluster on `kubernetes`" in line for line in told) == 2
 
 
 def test_only_a_platform_keeps(home: Path, kube: Kube, capfd: pytest.CaptureFixture[str]) -> None:
@@ -251,10 +251,10 @@ def test_doctor(kube: Kube, home: Path, tmp_path: Path, capfd: pytest.CaptureFix
     file = tmp_path / "lab.yaml"
     file.write_text("{on: kubernetes, kubernetes: {namespace: ml}}")
     assert typed(["doctor", str(file)]) == 0
-    assert "ok    your role: it may do all that is needed in `ml`" in capfd.readouterr().out
+    assert "ok    your role: it has all needed permissions in `ml`" in capfd.readouterr().out
     kube.control("rules", user="lab", rules=[{"resources": ["rayclusters", "rayjobs"]}])
     assert typed(["doctor", str(file)]) == 1
-    assert "it may not get, list, watch, delete pods; get pods/log;" in capfd.readouterr().out
+    assert "missing in `ml`: get, list, watch, delete pods; get pods/log;" in capfd.readouterr().out
     kube.set(crds=False)
     assert typed(["doctor", str(file)]) == 1
     assert "KubeRay is not installed" in capfd.readouterr().out
@@ -276,9 +276,9 @@ def test_the_rights_that_are_printed_are_enough(kube: Kube, home: Path) -> None:
 
 
 def test_credentials_that_are_none(kube: Kube, home: Path) -> None:
-    with pytest.raises(Refused, match="does not know you"):
+    with pytest.raises(Refused, match="rejected your credentials"):
         life(home).up(spec(kubernetes={"context": "expired"}))
-    with pytest.raises(UsageError, match="there is no context `nowhere`"):
+    with pytest.raises(UsageError, match="unknown Kubernetes context `nowhere`"):
         life(home).up(spec(kubernetes={"context": "nowhere"}))
     assert Store(home).names() == [] and kube.names("rayclusters") == []
 
@@ -302,10 +302,10 @@ def test_without_kuberay(kube: Kube, home: Path) -> None:
 
 def test_without_an_operator(kube: Kube, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kube.set(operator=False)
-    monkeypatch.setattr(site, "OPERATOR_S", 0.0)
+    monkeypatch.setattr(site, "OPERATOR_TIMEOUT_S", 0.0)
     life(home).up(spec(), wait=False)
     reason = life(home).find("lab").record.nodes["head"].reason
-    assert "operator has not looked at it" in reason
+    assert "operator has not processed it" in reason
 
 
 def test_an_unknown_field_is_refused_by_the_server(kube: Kube, home: Path) -> None:
@@ -329,7 +329,7 @@ def test_a_head_that_cannot_start(kube: Kube, home: Path) -> None:
 
 
 def test_a_group_that_cannot_start(kube: Kube, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kubernetes_states, "PULL_S", 1.0)
+    monkeypatch.setattr(kubernetes_states, "PULL_TIMEOUT_S", 1.0)
     bad = {"bad": {"nodes": 1, "options": {"image": "rayproject/missing:1"}}, "good": {"nodes": 1}}
     with pytest.raises(PartialFailure, match="has 2 of the 3 nodes") as caught:
         life(home).up(spec(groups=bad))
@@ -399,7 +399,7 @@ def test_a_conflict_while_it_is_scaled_is_an_error_and_nothing_is_half_done(kube
 def test_a_watch_that_breaks_is_taken_up_again(
     kube: Kube, home: Path, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kubernetes_watch, "AGAIN_S", 600.0)
+    monkeypatch.setattr(kubernetes_watch, "WATCH_AFTER_S", 600.0)
     looker = life(home)
     looker.up(spec(nodes=2, gpus_per_node=1), wait=False)  # for which there is no room yet
     until(lambda: looker.find("lab") and _watches(looker), "somebody who goes on looking watches")
@@ -425,15 +425,15 @@ def test_a_watch_ends_when_nobody_looks_any_more(
     kube: Kube, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Somebody's notebook goes on; the API server hears no more of it."""
-    monkeypatch.setattr(kubernetes_watch, "AGAIN_S", 600.0)
+    monkeypatch.setattr(kubernetes_watch, "WATCH_AFTER_S", 600.0)
     looker = life(home)
     looker.up(spec(nodes=2))
     until(lambda: looker.find("lab") and _watches(looker), "somebody who goes on looking watches")
     threads = [watch for cluster in site.BACKEND._clusters.values() for watch in cluster._watches]
-    monkeypatch.setattr(kubernetes_watch, "AGAIN_S", 0.0)
+    monkeypatch.setattr(kubernetes_watch, "WATCH_AFTER_S", 0.0)
     kube.control("drop")
     until(lambda: not any(thread.is_alive() for thread in threads), "the watches have ended")
-    monkeypatch.setattr(kubernetes_watch, "AGAIN_S", 600.0)
+    monkeypatch.setattr(kubernetes_watch, "WATCH_AFTER_S", 600.0)
     until(lambda: looker.find("lab") and _watches(looker), "whoever comes back watches again")
 
 
@@ -446,8 +446,10 @@ def test_a_server_that_falls_silent_is_not_a_dead_cluster(kube: Kube, home: Path
     life(home).up(spec(nodes=2))
     number = kube.fault(401, verb="get", resource="rayclusters")
     view = life(home).find("lab")
-    assert view.state is ClusterState.UNKNOWN and "does not know you" in view.record.nodes["head"].reason
-    assert "does not know you" in life(home).status("lab")["problem"]
+    assert (
+        view.state is ClusterState.UNKNOWN and "rejected your credentials" in view.record.nodes["head"].reason
+    )
+    assert "rejected your credentials" in life(home).status("lab")["problem"]
     kube.clear(number)
     assert life(home).find("lab").state is ClusterState.READY
 
@@ -498,8 +500,8 @@ def test_what_cannot_be_deleted_is_an_error_and_stays_on_record(
 ) -> None:
     life(home).up(spec())
     kube.control("merge", kind="rayclusters", name="lab", patch={"metadata": {"finalizers": ["ray.io/wait"]}})
-    monkeypatch.setattr(site, "END_S", 0.5)
-    with pytest.raises(HeliostatError, match="could not be deleted whole") as caught:
+    monkeypatch.setattr(site, "DELETE_TIMEOUT_S", 0.5)
+    with pytest.raises(HeliostatError, match="was not deleted completely") as caught:
         life(home).down("lab")
     assert "ray.io/wait" in caught.value.cause and Store(home).names() == ["lab"]
     kube.control("merge", kind="rayclusters", name="lab", patch={"metadata": {"finalizers": None}})
@@ -540,7 +542,8 @@ def test_two_up_at_once(kube: Kube, home: Path) -> None:
 
 COMMAND = """
 import os, signal, sys
-from heliostat import config, backends
+from heliostat import backends
+from heliostat.config import loader
 from heliostat.cluster.manager import ClusterManager
 from heliostat.state.store import ClusterDirectory
 stage, save = sys.argv[1], ClusterDirectory.save
@@ -550,8 +553,8 @@ def dying(folder, record):
     save(folder, record)
     if stage == "after the id" and record.handles:
         os.kill(os.getpid(), signal.SIGKILL)
-ClusterDirectory.save = dying
-ClusterManager().up(config.check({"name": "lab", "on": "kubernetes", "nodes": 2}, {}, backends.names()))
+ClusterFolder.save = dying
+ClusterManager().up(loader.check({"name": "lab", "on": "kubernetes", "nodes": 2}, {}, backends.names()))
 """
 
 

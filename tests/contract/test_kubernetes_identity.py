@@ -133,7 +133,7 @@ def test_keep_does_not_suspend_another_cluster(kube: Kube, home: Path, theirs_go
     """The patch carries a `test` of the uid: the server applies all of it or nothing."""
     life(home).up(spec(nodes=2))
     theirs = recreate(kube)
-    with pytest.raises(NotFoundError, match="`ml/lab` is not there any more") as caught:
+    with pytest.raises(NotFoundError, match="`ml/lab` does not exist any more") as caught:
         life(home).suspend("lab")
     assert "another RayCluster has its name" in caught.value.cause
     untouched(kube, theirs)
@@ -155,6 +155,6 @@ def test_another_cluster_that_appears_in_between_is_not_changed(
         return call(api, method, path, *more, **named)
 
     monkeypatch.setattr(kubernetes_api.Api, "call", late)
-    with pytest.raises(NotFoundError, match="is not there any more"):
+    with pytest.raises(NotFoundError, match="does not exist any more"):
         looker.suspend("lab") if patched == "suspend" else looker.scaling.scale("lab", 3)
     untouched(kube, made[0])

@@ -33,7 +33,7 @@ def test_a_cluster_whose_pod_is_replaced_is_not_stopping(kube: Kube, home: Path,
     finally:
         kube.control("merge", kind="pods", name=old, patch={"metadata": {"finalizers": None}})
     assert (view.state, states(view)[node]) == (ClusterState.STARTING, "STARTING")
-    assert view.record.nodes[node].reason == "its pod ends, and another takes its place"
+    assert view.record.nodes[node].reason == "its pod terminates and is replaced"
 
     def back() -> bool:
         found = life(home).find("lab")
@@ -71,7 +71,7 @@ def test_a_node_whose_dns_fails_for_a_while(kube: Kube, home: Path) -> None:
 
 
 def test_an_image_that_does_not_come(kube: Kube, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kubernetes_states, "PULL_S", 1.0)
+    monkeypatch.setattr(kubernetes_states, "PULL_TIMEOUT_S", 1.0)
     with pytest.raises(HeliostatError, match="did not start") as caught:
         life(home).up(spec(kubernetes={"image": "rayproject/missing:1"}))
     assert "ImagePull" in caught.value.cause and "not found" in caught.value.cause
@@ -137,8 +137,8 @@ def test_a_kubelet_that_hangs_does_not_keep_the_rest(
     pods = kube.names("pods")
     kube.set(frozen=True)
     with monkeypatch.context() as patient:
-        patient.setattr(site, "END_S", 2.0)
-        with pytest.raises(DeadlineError, match="`ml/lab` could not be deleted whole") as caught:
+        patient.setattr(site, "DELETE_TIMEOUT_S", 2.0)
+        with pytest.raises(DeadlineError, match="`ml/lab` was not deleted completely") as caught:
             life(home, told).down("lab")
     assert kube.names("rayclusters") == kube.names("rayjobs") == []
     assert caught.value.hint == "heliostat down lab --now"

@@ -115,7 +115,7 @@ def test_doctor_prints_the_role_and_every_right_that_is_lacking(
     line = next(line for line in said.splitlines() if "your role:" in line)
     assert line.endswith("; get secrets; list events"), "the list is whole"
     role = yaml.safe_load(said[said.index("apiVersion: rbac") :].split("\n\n")[0])
-    assert len(role["rules"]) == len(kube_api.RIGHTS) and said.count("apiVersion: rbac") == 1
+    assert len(role["rules"]) == len(kube_api.PERMISSIONS) and said.count("apiVersion: rbac") == 1
     assert not [line for line in said.splitlines() if line.endswith("to you):") and "KubeRay" in line]
     assert typed(["--json", "doctor", str(file)]) == 1
     checks = {check["name"]: check for check in json.loads(capfd.readouterr().out)["checks"]}

@@ -18,6 +18,7 @@ from moto.server import ThreadedMotoServer
 from contract.fake_gcp import FakeGcp
 from heliostat import backends
 from heliostat.backends.base import Handle, LaunchRequest, Plan
+from heliostat.backends.cloud import operations
 from heliostat.backends.cloud.launcher import resources
 from heliostat.cluster import planner
 from heliostat.cluster.manager import ClusterManager
@@ -136,7 +137,9 @@ class Site:
 
     def ask(self, verb: str, **more: Any) -> dict[str, Any]:
         request = {"do": verb, **{key: self.plan.steps[0].config[key] for key in ("config", "own")}, **more}
-        answer: dict[str, Any] = self.backend._ask(request, self.folder, Local(), 120)
+        answer: dict[str, Any] = operations.run_operation(
+            self.backend.name, request, self.folder, Local(), 120
+        )
         return answer
 
 
@@ -193,8 +196,8 @@ def test_own_things_are_made_once_and_go(account: Account, tmp_path: Path) -> No
         "GroupId"
     ]
     request = json.loads(json.dumps(site.plan.steps[0].config))
-    resources.make(request["config"], request["own"])  # by one who died half way
-    with pytest.raises(HeliostatError, match="did not do what was asked"):
+    resources.create(request["config"], request["own"])  # by one who died half way
+    with pytest.raises(HeliostatError, match="rejected the request"):
         site.ask("create", wait_s=0)
     (group,) = account.ec2.describe_security_groups(
         Filters=[{"Name": "group-name", "Values": ["heliostat-lab-01234567"]}]
@@ -210,10 +213,10 @@ def test_own_things_are_made_once_and_go(account: Account, tmp_path: Path) -> No
     assert "ray-cluster-name" in json.dumps(policy["PolicyDocument"]) and "s3" not in json.dumps(
         policy["PolicyDocument"]
     )
-    answer = site.ask("end")
+    answer = site.ask("terminate")
     assert len(answer["ended"]) == 1 and len(answer["removed"]) == 3 and not answer["stays"]
     assert account.new() == {mine}
-    assert site.ask("end")["removed"] == []
+    assert site.ask("terminate")["removed"] == []
 
 
 def _vpc(account: Account) -> str:
@@ -238,7 +241,7 @@ def test_what_exists_already_is_used_and_stays(account: Account, tmp_path: Path)
     with pytest.raises(HeliostatError):
         site.ask("create", wait_s=0)
     assert len(account.new() - before) == 1, "the instance, and nothing else"
-    assert site.ask("end")["removed"] == [] and account.new() == before
+    assert site.ask("terminate")["removed"] == [] and account.new() == before
     assert (tmp_path / "mine.pem").exists()
 
 
@@ -258,7 +261,7 @@ def test_interfaces_that_are_written_out_get_the_group(account: Account, tmp_pat
     assert [group["GroupName"] for group in made["NetworkInterfaces"][0]["Groups"]] == [
         "heliostat-lab-01234567"
     ]
-    site.ask("end")
+    site.ask("terminate")
     assert not account.new()
 
 
@@ -270,7 +273,7 @@ def test_stopped_and_not_terminated_is_said(account: Account, tmp_path: Path) ->
     values = {"on": "aws", "name": "team", "aws": {"launcher_yaml": theirs}}
     (tmp_path / "two").mkdir()
     site = Site(loader.check(values, {}, backends.names()), tmp_path / "two")
-    answer = site.ask("end")
+    answer = site.ask("terminate")
     assert answer["ended"] == ours and "stopped, not terminated" in answer["stays"][0]
     assert account.alive() == ours, "it is stopped"
 
@@ -282,7 +285,7 @@ def test_stopped_and_not_terminated_is_said(account: Account, tmp_path: Path) ->
     ("change", "what", "hint"),
     [
         ({"AWS_ACCESS_KEY_ID": None, "AWS_SECRET_ACCESS_KEY": None, "HOME": "/nowhere"}, "credentials", "aws configure"),
-        ({"AWS_ENDPOINT_URL": "http://127.0.0.1:1"}, "Could not connect", f"is `{REGION}` a region of aws"),
+        ({"AWS_ENDPOINT_URL": "http://127.0.0.1:1"}, "Could not connect", f"check that `{REGION}` is a region of aws"),
         ({"PYTHONPATH": "hidden"}, "boto3", "pip install 'heliostat[aws]'"),
     ],
     ids=["no credentials", "no such region", "no packages"],
@@ -310,7 +313,7 @@ def test_before_anything_is_started(
 
 def test_a_zone_that_is_not_there(account: Account, tmp_path: Path) -> None:
     site = Site(spec(account, aws={"zones": ["us-west-2z"]}), tmp_path)
-    with pytest.raises(HeliostatError, match="there is no zone `us-west-2z`") as error:
+    with pytest.raises(HeliostatError, match="has no zone `us-west-2z`") as error:
         site.ask("create")
     assert "us-west-2a" in error.value.cause and not account.new()
 
@@ -364,7 +367,7 @@ def test_google_takes_what_we_write(google: FakeGcp, tmp_path: Path, monkeypatch
     made = request["config"]
     made["file_mounts"] = {}
     made["provider"]["gcp_credentials"] = {"type": "credentials_token", "credentials": "fake"}
-    resources.make(made, request["own"])
+    resources.create(made, request["own"])
     ready = sdk.bootstrap_config(made, no_config_cache=True)
     assert google.project == {"items": []}, "no key of the whole project"
     provider = _get_node_provider(ready["provider"], ready["cluster_name"], use_cache=False)
@@ -386,13 +389,13 @@ def test_google_takes_what_we_write(google: FakeGcp, tmp_path: Path, monkeypatch
     assert worker["scheduling"]["provisioningModel"] == "SPOT" and "scheduling" not in head
     assert worker["guestAccelerators"][0]["acceleratorCount"] == 1
     assert (tmp_path / "key").stat().st_mode & 0o777 == 0o600
-    seen = launching.look({"config": made})["nodes"]
+    seen = launching.list_instances({"config": made})["nodes"]
     assert [(one["role"], one["type"], one["external_ip"]) for one in seen] == [
         ("head", "head", "203.0.113.7"),
         ("worker", "gpu", "203.0.113.7"),
     ]
     google.instances["other"] = {**head, "name": "other", "labels": {"ray-cluster-name": "another"}}
-    monkeypatch.setattr(launching, "AGAIN_S", 0.05)
-    answer = launching.end(request)
+    monkeypatch.setattr(launching, "RETRY_DELAY_S", 0.05)
+    answer = launching.terminate(request)
     assert sorted(answer["ended"]) == sorted(one["id"] for one in seen)
     assert list(google.instances) == ["other"] and "ray-autoscaler-sa-v1" in answer["stays"][0]

@@ -273,7 +273,7 @@ def test_a_flood_of_connections_to_the_dashboard_proxy(
 SHOW = """
 import hashlib, os, sys
 from heliostat.backends.cloud.launcher import __main__ as launching
-launching._sdk()
+launching._load_sdk()
 from ray.autoscaler._private import command_runner
 from ray.autoscaler._private.aws import node_provider
 from ray.autoscaler import node_provider as base

@@ -1,4 +1,4 @@
-"""A person's own fields, laid over what we write for a platform."""
+"""Merges the user's fields into a generated document."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 
 def merge(below: Any, above: Any) -> Any:
-    """Tables go into each other, lists of named things by their names; whatever else is given counts."""
+    """`above` merged over `below`: tables by key, lists of named items by name; other values replace."""
     if isinstance(below, dict) and isinstance(above, Mapping):
-        found = dict(below)
+        merged = dict(below)
         for key, value in above.items():
-            found[key] = merge(found[key], value) if key in found else copy.deepcopy(value)
-        return found
+            merged[key] = merge(merged[key], value) if key in merged else copy.deepcopy(value)
+        return merged
     key = next(
         (key for key in ("name", "groupName") if _all_have(below, key) and _all_have(above, key)), None
     )

@@ -12,6 +12,7 @@ import click
 
 from heliostat.cli.options import common, refuse_options
 from heliostat.cli.output import Output, table
+from heliostat.cluster.accounting import cost_of
 from heliostat.cluster.manager import ClusterManager
 from heliostat.common.errors import DiskError, UsageError, disk_code
 from heliostat.common.units import count, format_bytes, format_duration, parse_bytes, parse_duration
@@ -27,6 +28,7 @@ COLUMNS = (
     "waited_s",
     "ran_s",
     "node_hours",
+    "cost",
     "exit_code",
     "why",
 )
@@ -70,15 +72,16 @@ def command(
         return out.document({"history": rows})
     if not rows:
         return out.say("nothing has run here yet")
+    has_cost = any(row["cost"] is not None for row in rows)
     shown = [
         (r["name"], r["what"][:40], r["backend"], r["nodes"], r["started"][:16].replace("T", " "), _span(r["waited_s"]),
-         _span(r["ran_s"]), f"{r['node_hours']:.2f}" if r["node_hours"] is not None else "-",
+         _span(r["ran_s"]), _decimal(r["node_hours"]), *((_decimal(r["cost"]),) if has_cost else ()),
          "-" if r["exit_code"] is None else r["exit_code"], r["why"][:40])
         for r in rows
     ]  # fmt: skip
-    out.data(
-        table(shown, ("NAME", "WHAT", "SITE", "NODES", "STARTED", "WAITED", "RAN", "NODE-H", "EXIT", "WHY"))
-    )
+    cost = ("COST",) if has_cost else ()
+    columns = ("NAME", "WHAT", "SITE", "NODES", "STARTED", "WAITED", "RAN", "NODE-H", *cost, "EXIT", "WHY")
+    out.data(table(shown, columns))
 
 
 def prune_logs(out: Output, older_than: str | None, max_size: str | None, dry_run: bool) -> None:
@@ -115,6 +118,10 @@ def _span(seconds: float | None) -> str:
     return "-" if seconds is None else format_duration(seconds)
 
 
+def _decimal(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
 def rows_of(record: Record) -> list[dict[str, Any]]:
     """The cluster, then the joins and the jobs that were submitted to it."""
     # never below nothing: the clock may have been set back meanwhile
@@ -122,7 +129,9 @@ def rows_of(record: Record) -> list[dict[str, Any]]:
     ran = max(0.0, record.ended - record.ready) if record.ready and record.ended else None
     what = record.command["text"] if record.command else "cluster"
     joins = {job["id"] for job in record.jobs if "nodes" in job}
-    nodes = sum(node.joined not in joins for node in record.nodes.values())
+    groups = [node.group for node in record.nodes.values() if node.joined not in joins]
+    nodes = len(groups)
+    node_hours = round(ran * nodes / 3600, 4) if ran is not None else None
     rows = [
         {
             "name": record.name,
@@ -133,7 +142,8 @@ def rows_of(record: Record) -> list[dict[str, Any]]:
             "started": _when(record.created),
             "waited_s": _round(waited),
             "ran_s": _round(ran),
-            "node_hours": round(ran * nodes / 3600, 4) if ran is not None else None,
+            "node_hours": node_hours,
+            "cost": cost_of(record, node_hours, groups),
             "exit_code": record.exit_code,
             "why": record.reason,
         }
@@ -153,6 +163,7 @@ def rows_of(record: Record) -> list[dict[str, Any]]:
                 "waited_s": None,
                 "ran_s": job.get("seconds"),
                 "node_hours": None,
+                "cost": None,
                 "exit_code": job.get("exit_code"),
                 "why": (job.get("status") or "").lower(),
             }
@@ -162,6 +173,7 @@ def rows_of(record: Record) -> list[dict[str, Any]]:
 
 def _row_of_join(record: Record, join: dict[str, Any]) -> dict[str, Any]:
     ready, used = join.get("ready"), join.get("node_seconds")
+    node_hours = None if used is None else round(used / 3600, 4)
     there = max(0.0, join["ended"] - ready) if ready and join.get("ended") else None
     return {
         "name": f"{record.name}/{join['id']}",
@@ -172,7 +184,8 @@ def _row_of_join(record: Record, join: dict[str, Any]) -> dict[str, Any]:
         "started": _when(join["submitted"]),
         "waited_s": _round(max(0.0, ready - join["submitted"])) if ready else None,
         "ran_s": _round(there if join.get("seconds") is None else join["seconds"]),
-        "node_hours": None if used is None else round(used / 3600, 4),
+        "node_hours": node_hours,
+        "cost": cost_of(record, node_hours, [None]),
         "exit_code": join.get("exit_code"),
         "why": (join.get("status") or "").lower(),
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from heliostat.state.records import Record
@@ -10,6 +11,21 @@ from heliostat.state.states import TERMINAL, ClusterState, NodeState
 
 Json = dict[str, Any]
 _LEFT = {*map(str, TERMINAL), str(NodeState.STOPPING), str(NodeState.LOST)}
+
+
+def price_of_node(record: Record, group: str | None) -> float | None:
+    """`price_per_node_hour` of a node's group, else of the cluster; None where the spec has neither."""
+    table = (record.spec.get("groups") or {}).get(group) or {}
+    price = table.get("price_per_node_hour") or record.spec.get("price_per_node_hour")
+    return None if price is None else float(price)
+
+
+def cost_of(record: Record, node_hours: float | None, groups: Sequence[str | None]) -> float | None:
+    """The cost of these node-hours, spent evenly by nodes of these groups; None where a price is unknown."""
+    prices = [price for group in groups if (price := price_of_node(record, group)) is not None]
+    if node_hours is None or not groups or len(prices) < len(groups):
+        return None
+    return round(node_hours * sum(prices) / len(prices), 4)
 
 
 def note_ready(record: Record, live: Json) -> None:

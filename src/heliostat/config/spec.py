@@ -22,6 +22,7 @@ from heliostat.config.tables import (
     Model,
     Name,
     Network,
+    Price,
     Security,
     Walltime,
     check_labels,
@@ -59,6 +60,7 @@ class ClusterSpec(Model):
         description="memory that Ray may use on each node; deprecated alias: `memory`",
     )
     object_store: Bytes | None = Field(None, description="object store on each node, at least 80M")
+    price_per_node_hour: Price | None = Field(None, description="price of a node per hour, in any currency")
     time: Walltime | None = Field(
         None, gt=0, description="maximum lifetime of the cluster (walltime): 4:00:00, 90m"
     )

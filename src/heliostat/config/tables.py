@@ -83,6 +83,7 @@ Walltime = Annotated[
     PlainSerializer(lambda seconds: f"{seconds}s", when_used="json-unless-none"),
 ]
 Count = Annotated[int, BeforeValidator(_count)]
+Price = Annotated[float, BeforeValidator(_count), Field(gt=0, allow_inf_nan=False)]
 Text = Annotated[str, BeforeValidator(_text)]
 Labels = dict[str, Text]
 
@@ -271,6 +272,7 @@ class Group(Model):
     )
     labels: Labels = Field({}, description="Ray labels of the nodes")
     resources: dict[str, float] = Field({}, description="custom Ray resources of each node, whole numbers")
+    price_per_node_hour: Price | None = Field(None, description="price of a node per hour, in any currency")
     options: dict[str, Any] = Field(
         {}, description="keys of the backend's table that differ for this group: {partition: gpu}"
     )

@@ -13,7 +13,8 @@ import yaml
 
 from heliostat import backends
 from heliostat.backends.base import Handle, LaunchRequest, Plan
-from heliostat.backends.cloud import prices
+from heliostat.backends.cloud import operations
+from heliostat.backends.cloud.instances import count_cpus, count_gpus
 from heliostat.backends.cloud.launcher import refusals
 from heliostat.cluster import planner
 from heliostat.common.errors import HeliostatError, UsageError
@@ -38,6 +39,7 @@ EVERYTHING: dict[str, dict[str, Any]] = {
         "time": "8:00:00",
         "autoscale": {"min": 0, "max": 4, "idle": "5m"},
         "object_store": "1G",
+        "price_per_node_hour": 0.096,
         "environment": {"ray": "2.55.1", "setup": ["module load cuda"], "env": {"NCCL_SOCKET_IFNAME": "ib0", "A": "b c"}},
         "aws": {
             "region": "eu-west-1",
@@ -108,7 +110,7 @@ def test_golden(site: str, kind: str) -> None:
     _, plan = planned(site, **(EVERYTHING[site] if kind == "everything" else {}))
     path = GOLDEN / f"{site}-{kind}.txt"
     assert text(plan) == path.read_text()
-    assert plan.notes and f"# {plan.notes[0]}\n" in plan.files[0].text
+    assert all(f"# {note}\n" in plan.files[0].text for note in plan.notes)
     assert yaml.safe_load(plan.files[0].text) == plan.steps[0].config["config"]
     for file in plan.files[1:3]:
         checked = subprocess.run(["bash", "-n"], input=file.text, text=True, capture_output=True)
@@ -179,14 +181,14 @@ def test_two_clusters_of_one_name_share_no_machine() -> None:
         ("azure", {"azure": {"subscription": "x"}}, "`azure.resource_group` is missing"),
         ("aws", {"gpus_per_node": 1}, "`m5.large` has no GPU"),
         ("gcp", {"gpus_per_node": 1}, "`n2-standard-4` has no GPU"),
-        ("gcp", {"gcp": {**GCP, "instance": "odd"}}, "how many CPUs has `odd`?"),
+        ("gcp", {"gcp": {**GCP, "instance": "odd"}}, "the number of CPUs of `odd` is unknown"),
         ("azure", {"azure": {**AZURE, "image": "ubuntu"}}, "`ubuntu` is not an image"),
         ("aws", {"aws": {"head": {"size": 3}}}, "unknown key `head.size`"),
         ("aws", {"aws": {"instanc": "x"}}, "unknown key `aws.instanc`"),
-        ("aws", {"network": {"interface": "eth0"}}, "`network.interface` has no meaning on `aws`"),
-        ("aws", {"environment": {"container": "x.sif"}}, "`environment.container` has no meaning"),
-        ("aws", {"environment": {"requirements": "/nowhere.txt"}}, "there is no `/nowhere.txt`"),
-        ("aws", {"nodes": None, "groups": {"head": {}}}, "a group cannot be called `head`"),
+        ("aws", {"network": {"interface": "eth0"}}, "`network.interface` is not supported on `aws`"),
+        ("aws", {"environment": {"container": "x.sif"}}, "`environment.container` is not supported"),
+        ("aws", {"environment": {"requirements": "/nowhere.txt"}}, "the file `/nowhere.txt` does not exist"),
+        ("aws", {"nodes": None, "groups": {"head": {}}}, "a group cannot have the name `head`"),
     ],
 )
 def test_what_cannot_be_done_is_said_before(site: str, more: dict[str, Any], what: str) -> None:
@@ -305,10 +307,10 @@ class ClientError(Exception):
     [
         ("aws", ClientError("Unable to locate credentials"), "credentials", "aws configure"),
         ("aws", ClientError("An error occurred (VcpuLimitExceeded): You have requested more"), "quota", "higher quota in here"),
-        ("aws", ClientError("(InsufficientInstanceCapacity)"), "capacity", "another of the `zones`"),
-        ("aws", ClientError('Could not connect to the endpoint URL: "https://ec2.x"'), "region", "is `here` a region of aws"),
+        ("aws", ClientError("(InsufficientInstanceCapacity)"), "capacity", "use another zone"),
+        ("aws", ClientError('Could not connect to the endpoint URL: "https://ec2.x"'), "region", "check that `here` is a region of aws"),
         ("aws", ClientError("User: x is not authorized to perform: iam:CreateRole (AccessDenied)"), "iam", "aws.profile"),
-        ("aws", ClientError("(UnauthorizedOperation) You are not authorized"), "permission", "ask whoever runs the account"),
+        ("aws", ClientError("(UnauthorizedOperation) You are not authorized"), "permission", "ask the administrator of the account"),
         ("aws", ModuleNotFoundError("No module named 'boto3'"), "missing_package", "pip install 'heliostat[aws]'"),
         ("gcp", ImportError("The Ray GCP VM launcher requires"), "missing_package", "pip install 'heliostat[gcp]'"),
         ("gcp", ClientError("DefaultCredentialsError: Your default credentials were not found"), "credentials", "gcloud auth"),
@@ -431,27 +433,29 @@ def test_a_cluster_that_ended_itself(tmp_path: Path) -> None:
 
 
 def test_an_answer_that_is_none(tmp_path: Path) -> None:
-    site: Any = backends.load("aws")
     with pytest.raises(HeliostatError, match="no quota") as error:
-        site._ask(
-            {"do": "look"},
+        operations.run_operation(
+            "aws",
+            {"do": "list"},
             tmp_path,
-            _Answers({"ok": False, "code": "cloud.quota", "message": "no quota", "cause": "b", "hint": "h"}),
+            _Answers({"ok": False, "code": "cloud.quota", "message": "no quota", "cause": "b", "hint": "h"}),  # type: ignore[arg-type]
             1,
         )
     assert (error.value.code, error.value.cause, error.value.hint) == ("cloud.quota", "b", "h")
 
 
-# -- prices
+# -- instance types and prices
 
 
-def test_prices() -> None:
-    assert prices.one("m5.large", False) == "m5.large, $0.096 an hour"
-    assert prices.one("g5.xlarge", True) == "g5.xlarge, spot, at most $1.006 an hour"
-    assert prices.one("odd", False) == "odd, price unknown"
-    said = prices.all_of([(1, "m5.large", False), (3, "g5.xlarge", True), (2, "odd", False)])
-    assert (
-        said.startswith("about $3.11 an hour while it is up, and odd, whose price is unknown")
-        and prices.DATE in said
-    )
-    assert (prices.cpus("n2-standard-32"), prices.cpus("Standard_E8s_v5"), prices.cpus("x")) == (32, 8, None)
+def test_instance_types() -> None:
+    cpus = [count_cpus(name) for name in ("g5.xlarge", "n2-standard-32", "Standard_E8s_v5", "x")]
+    assert cpus == [4, 32, 8, None]
+    assert [count_gpus(name) for name in ("g5.12xlarge", "m5.large", "x")] == [4, 0, None]
+
+
+def test_the_cost_is_noted_where_each_price_is_given() -> None:
+    groups = {"cpu": {"nodes": 2}, "gpu": {"nodes": 3, "price_per_node_hour": 1.5}}
+    notes = planned("aws", nodes=None, groups=groups, price_per_node_hour=0.1)[1].notes
+    assert notes == ("at 0.1, 1.5 per node-hour this cluster costs 4.80 per hour",)
+    assert planned("aws", nodes=None, groups=groups)[1].notes == (), "the price of the head is unknown"
+    assert planned("aws")[1].notes == ()

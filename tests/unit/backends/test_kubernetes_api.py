@@ -56,7 +56,7 @@ def status(code: int, reason: str, message: str, **details: Any) -> bytes:
 
 
 def test_the_role_names_every_right() -> None:
-    document = yaml.safe_load(kube.role("ml"))
+    document = yaml.safe_load(kube.role_manifest("ml"))
     assert (document["kind"], document["metadata"]) == ("Role", {"name": "heliostat", "namespace": "ml"})
     given = {
         (group, resource): tuple(rule["verbs"])
@@ -64,13 +64,13 @@ def test_the_role_names_every_right() -> None:
         for group in rule["apiGroups"]
         for resource in rule["resources"]
     }
-    assert given == {(group, resource): verbs for group, resource, verbs in kube.RIGHTS}
+    assert given == {(group, resource): verbs for group, resource, verbs in kube.PERMISSIONS}
     assert ("", "secrets") in given and "list" not in given["", "secrets"], "no more than is needed"
 
 
 def test_the_documents_role_is_this_one() -> None:
     text = (Path(__file__).parents[3] / "docs" / "kubernetes.md").read_text()
-    assert kube.role("ml") in text
+    assert kube.role_manifest("ml") in text
 
 
 # -- who we are
@@ -105,13 +105,13 @@ def test_the_environment_is_asked_each_time(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_no_kubeconfig() -> None:
-    with pytest.raises(UsageError, match="there is no Kubernetes cluster to talk to") as caught:
+    with pytest.raises(UsageError, match="the kubeconfig cannot be used") as caught:
         kube.connect()
     assert caught.value.details.endswith("/.kube/config") and "KUBECONFIG" in caught.value.hint
 
 
 def test_no_such_context(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="there is no context `nope`") as caught:
+    with pytest.raises(UsageError, match="unknown Kubernetes context `nope`") as caught:
         kube.Api(config(tmp_path), "nope")
     assert "lab, bare" in caught.value.cause and caught.value.hint == "kubernetes: {context: lab}"
 
@@ -182,8 +182,8 @@ def test_nothing_of_a_key_stays_on_the_disk(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_401_nobody_knows_us(api: kube.Api) -> None:
-    error = api.said_no("GET", CLUSTERS, 401, status(401, "Unauthorized", "Unauthorized"))
-    assert isinstance(error, Refused) and "does not know you" in error.message
+    error = api.error_from_response("GET", CLUSTERS, 401, status(401, "Unauthorized", "Unauthorized"))
+    assert isinstance(error, Refused) and "rejected your credentials" in error.message
     assert (error.cause, error.details) == ("Unauthorized", api.server)
     assert error.code == "kubernetes.unauthorized"
 
@@ -193,7 +193,7 @@ def test_403_of_a_role(api: kube.Api) -> None:
         'rayclusters.ray.io is forbidden: User "ann" cannot create resource "rayclusters" in API group "ray.io" '
         'in the namespace "team"'
     )
-    error = api.said_no(
+    error = api.error_from_response(
         "POST", CLUSTERS, 403, status(403, "Forbidden", words, group="ray.io", kind="rayclusters")
     )
     assert isinstance(error, Refused) and error.code == "kubernetes.rbac_forbidden"
@@ -203,7 +203,7 @@ def test_403_of_a_role(api: kube.Api) -> None:
 
 def test_403_of_a_part_of_a_resource(api: kube.Api) -> None:
     words = 'services "http:lab-head-svc:8265" is forbidden: User "ann" cannot get resource "services/proxy" in API group ""'
-    error = api.said_no("GET", "/api/v1/x", 403, status(403, "Forbidden", words))
+    error = api.error_from_response("GET", "/api/v1/x", 403, status(403, "Forbidden", words))
     assert error.message == "your role may not get `services/proxy`"
     assert yaml.safe_load(error.attachment)["metadata"]["namespace"] == "ml", (
         "where it does not say, it is ours"
@@ -214,28 +214,28 @@ def test_403_of_a_quota(api: kube.Api) -> None:
     words = (
         'pods "lab-head" is forbidden: exceeded quota: compute, requested: cpu=4, used: cpu=8, limited: cpu=8'
     )
-    error = api.said_no("POST", CLUSTERS, 403, status(403, "Forbidden", words))
-    assert (error.message, error.cause, error.attachment) == ("Kubernetes said no", words, "")
+    error = api.error_from_response("POST", CLUSTERS, 403, status(403, "Forbidden", words))
+    assert (error.message, error.cause, error.attachment) == ("Kubernetes rejected the request", words, "")
     assert error.code == "kubernetes.quota"
     webhook = status(403, "Forbidden", 'admission webhook "x" denied the request')
-    assert api.said_no("POST", CLUSTERS, 403, webhook).code == "kubernetes.admission"
+    assert api.error_from_response("POST", CLUSTERS, 403, webhook).code == "kubernetes.admission"
 
 
 def test_404_of_the_group_and_of_an_object(api: kube.Api) -> None:
-    unknown = api.said_no("GET", CLUSTERS, 404, b"404 page not found\n")
+    unknown = api.error_from_response("GET", CLUSTERS, 404, b"404 page not found\n")
     assert "KubeRay is not installed" in unknown.message and "kubectl create -k" in unknown.hint
-    assert not isinstance(unknown, kube.NotThere) and unknown.code == "kubernetes.no_kuberay"
+    assert not isinstance(unknown, kube.ObjectNotFound) and unknown.code == "kubernetes.no_kuberay"
     words = 'rayclusters.ray.io "lab" not found'
-    gone = api.said_no("GET", f"{CLUSTERS}/lab", 404, status(404, "NotFound", words, name="lab"))
-    assert isinstance(gone, kube.NotThere) and gone.cause == words
-    pod = api.said_no("GET", "/api/v1/namespaces/ml/pods/x", 404, b"")
-    assert isinstance(pod, kube.NotThere)
+    gone = api.error_from_response("GET", f"{CLUSTERS}/lab", 404, status(404, "NotFound", words, name="lab"))
+    assert isinstance(gone, kube.ObjectNotFound) and gone.cause == words
+    pod = api.error_from_response("GET", "/api/v1/namespaces/ml/pods/x", 404, b"")
+    assert isinstance(pod, kube.ObjectNotFound)
 
 
 def test_409(api: kube.Api) -> None:
     words = 'rayclusters.ray.io "lab" already exists'
-    error = api.said_no("POST", CLUSTERS, 409, status(409, "AlreadyExists", words, name="lab"))
-    assert isinstance(error, kube.InTheWay) and error.cause == words and error.code == "kubernetes.conflict"
+    error = api.error_from_response("POST", CLUSTERS, 409, status(409, "AlreadyExists", words, name="lab"))
+    assert isinstance(error, kube.Conflict) and error.cause == words and error.code == "kubernetes.conflict"
 
 
 @pytest.mark.parametrize(
@@ -247,16 +247,16 @@ def test_409(api: kube.Api) -> None:
     ],
 )
 def test_what_was_sent_is_refused_in_the_servers_words(api: kube.Api, code: int, words: str) -> None:
-    error = api.said_no("POST", CLUSTERS, code, status(code, "Invalid", words))
-    assert type(error) is (kube.Invalid if code == 422 else Refused)
+    error = api.error_from_response("POST", CLUSTERS, code, status(code, "Invalid", words))
+    assert type(error) is (kube.InvalidObject if code == 422 else Refused)
     assert error.code == f"kubernetes.{'invalid_object' if code == 422 else 'rejected'}"
     assert error.cause == words and error.details == f"POST {CLUSTERS} answered {code}"
 
 
 @pytest.mark.parametrize("code", [429, 500, 502, 503, 504])
 def test_not_now_is_not_a_no(api: kube.Api, code: int) -> None:
-    error = api.said_no("GET", CLUSTERS, code, b"<html>busy</html>")
-    assert isinstance(error, kube.Silent) and not isinstance(error, Refused)
+    error = api.error_from_response("GET", CLUSTERS, code, b"<html>busy</html>")
+    assert isinstance(error, kube.Unreachable) and not isinstance(error, Refused)
     assert error.cause == "<html>busy</html>"
 
 
@@ -265,13 +265,13 @@ def test_not_now_is_not_a_no(api: kube.Api, code: int) -> None:
 )
 @pytest.mark.parametrize("code", [400, 401, 403, 404, 409, 410, 418, 422, 503])
 def test_whatever_is_said_there_are_words(api: kube.Api, code: int, data: bytes) -> None:
-    error = api.said_no("GET", CLUSTERS, code, data)
+    error = api.error_from_response("GET", CLUSTERS, code, data)
     assert isinstance(error, HeliostatError) and error.message and len(error.cause) <= 600
 
 
 def test_an_error_inside_a_watch(api: kube.Api) -> None:
     line = json.dumps({"type": "ERROR", "object": json.loads(status(410, "Expired", "too old"))}).encode()
-    error = api.said_no("GET", CLUSTERS, 410, line)
+    error = api.error_from_response("GET", CLUSTERS, 410, line)
     assert isinstance(error, Refused) and error.cause == "too old"
 
 
@@ -283,6 +283,6 @@ def test_silence_in_words(api: kube.Api) -> None:
         urllib3.connection.HTTPConnection("10.0.0.9", 6443), "Failed to establish a new connection: refused"
     )
     for error in (refused, urllib3.exceptions.MaxRetryError(pool, "/x", refused)):
-        told = api.silent(error)
+        told = api.unreachable_error(error)
         assert "does not answer" in told.message and told.cause.endswith("refused")
         assert "object at 0x" not in told.cause and told.details == api.server

@@ -194,20 +194,20 @@ def test_what_the_document_shows_is_accepted(tmp_path: Path, monkeypatch: pytest
 
 
 REFUSED = [
-    ({"name": "Upper"}, "`Upper` is not a name on `kubernetes`"),
-    ({"name": "1st"}, "`1st` is not a name on `kubernetes`"),
-    ({"groups": {"GPU": {"nodes": 1}}}, "`GPU` is not a name for a group"),
-    ({"groups": {"headgroup": {"nodes": 1}}}, "`headgroup` is not a name for a group"),
+    ({"name": "Upper"}, "`Upper` is not a valid name on `kubernetes`"),
+    ({"name": "1st"}, "`1st` is not a valid name on `kubernetes`"),
+    ({"groups": {"GPU": {"nodes": 1}}}, "`GPU` is not a valid group name"),
+    ({"groups": {"headgroup": {"nodes": 1}}}, "`headgroup` is not a valid group name"),
     ({"groups": {"workers": {"nodes": 1}}, "kubernetes": {"cluster": {"workerGroupSpecs": []}}}, None),
     ({"environment": {"ray": "2.40.0"}}, "Ray 2.40.0 has no authentication"),
     ({"kubernetes": {"pod": {"containers": []}}}, "have no container"),
-    ({"kubernetes": {"ray_start": {"labels": "a=b"}}}, "labels of `head` are given to `ray start`"),
+    ({"kubernetes": {"ray_start": {"labels": "a=b"}}}, "labels of `head` are in `ray_start`"),
     ({"kubernetes": {"pod": {"restartPolicy": "Always"}}, "autoscale": {"max": 2}}, "`restartPolicy`"),
     ({"kubernetes": {"volumes": ["data"]}}, "`data` is not a volume"),
     ({"kubernetes": {"volumes": [{"emptyDir": {}}]}}, "a volume has no `mountPath`"),
     ({"kubernetes": {"gcs": {"redisAddress": "r:1", "redisPassword": {"value": "x"}}}}, "redisPassword"),
     ({"kubernetes": {"imagee": "x"}}, "unknown key `kubernetes.imagee`"),
-    ({"environment": {"env": {"RAY_AUTH_TOKEN": "x"}}}, "`RAY_AUTH_TOKEN` cannot be set by hand"),
+    ({"environment": {"env": {"RAY_AUTH_TOKEN": "x"}}}, "`RAY_AUTH_TOKEN` cannot be set in the file"),
 ]
 
 
@@ -226,26 +226,26 @@ def test_what_the_operator_would_refuse_later_is_refused_now(
 def test_the_operators_own_checks() -> None:
     """On the finished object: a person's own fields may have spoilt it."""
     good = rendered(run=True, nodes=2)
-    assert list(manifest.problems(good)) == []
+    assert list(manifest.find_problems(good)) == []
 
     def bad(change: Any) -> str:
         document = copy.deepcopy(good)
         change(document)
-        return next(what for what, _ in manifest.problems(document))
+        return next(what for what, _ in manifest.find_problems(document))
 
     def first(document: dict[str, Any]) -> dict[str, Any]:
         groups: list[dict[str, Any]] = document["spec"]["rayClusterSpec"]["workerGroupSpecs"]
         return groups[0]
 
     assert "too long" in bad(lambda d: d["metadata"].update(name="x" * 48))
-    assert "cannot be made" in bad(lambda d: first(d).update(minReplicas=3))
+    assert "has an invalid size" in bad(lambda d: first(d).update(minReplicas=3))
     assert "two groups" in bad(lambda d: d["spec"]["rayClusterSpec"]["workerGroupSpecs"].append(first(d)))
     assert "ttlSeconds" in bad(lambda d: d["spec"].update(shutdownAfterJobFinishes=False))
     assert "ttlSeconds" in bad(lambda d: d["spec"].update(ttlSecondsAfterFinished=-1))
     assert "given twice" in bad(
         lambda d: first(d).update(resources={"x": "1"}, rayStartParams={"num-cpus": "1"})
     )
-    assert "is not whole" in bad(lambda d: first(d).pop("minReplicas"))
+    assert "is incomplete" in bad(lambda d: first(d).pop("minReplicas"))
     for name in ("cpu", "Memory", "mygpu", "example.org/GPU", "nvidia.com/mig-2g.32gb", "it's"):
         assert "cannot be a resource" in bad(lambda d, name=name: first(d).update(resources={name: "1"}))
 

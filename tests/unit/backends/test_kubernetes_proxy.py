@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from heliostat.backends.kubernetes import api as kube
-from heliostat.backends.kubernetes.proxy import proxy_error, rewrite, upgrades
+from heliostat.backends.kubernetes.proxy import is_upgrade, proxy_error, rewrite_request
 from heliostat.common.errors import AccessDenied, HeliostatError
 from heliostat.remote.ray_client import NoResponse
 
@@ -26,7 +26,7 @@ def request(*lines: str, first: str = "GET /api/jobs/?x=1 HTTP/1.1") -> bytes:
 
 def sent(*lines: str, credentials: dict[str, str] | None = None, **more: str) -> tuple[str, list[str]]:
     """(the first line, the headers)."""
-    whole = rewrite(request(*lines, **more), PATH, HOST, OURS if credentials is None else credentials)
+    whole = rewrite_request(request(*lines, **more), PATH, HOST, OURS if credentials is None else credentials)
     assert whole.endswith(b"\r\n\r\n") and whole.count(b"\r\n\r\n") == 1
     first, *headers = whole.decode("latin-1").removesuffix("\r\n\r\n").split("\r\n")
     return first, headers
@@ -83,7 +83,7 @@ def test_a_body_goes_along() -> None:
 
 def test_a_websocket() -> None:
     asked = ("Connection: keep-alive, Upgrade", "Upgrade: websocket", "Sec-WebSocket-Key: x")
-    assert upgrades(request(*asked))
+    assert is_upgrade(request(*asked))
     _, headers = sent(*asked)
     assert "Upgrade: websocket" in headers and "Sec-WebSocket-Key: x" in headers
     assert [line for line in headers if line.startswith("Connection")] == ["Connection: Upgrade"]
@@ -101,7 +101,7 @@ def test_a_websocket() -> None:
 )
 def test_what_only_looks_like_one_stays_alone_on_its_connection(lines: tuple[str, ...]) -> None:
     """The API server knows us by the connection's certificate: a second request on it would be ours."""
-    assert not upgrades(request(*lines))
+    assert not is_upgrade(request(*lines))
     _, headers = sent(*lines)
     assert "Connection: close" in headers and not [h for h in headers if h.lower().startswith("upgrade")]
 
@@ -138,8 +138,8 @@ def test_what_only_looks_like_one_stays_alone_on_its_connection(lines: tuple[str
     ],
 )
 def test_what_is_no_plain_request_is_refused(head: bytes) -> None:
-    with pytest.raises(ValueError, match="not a request"):
-        rewrite(head, PATH, HOST, OURS)
+    with pytest.raises(ValueError, match="not an HTTP/1 request"):
+        rewrite_request(head, PATH, HOST, OURS)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_a_path_that_does_not(target: str) -> None:
 def test_whatever_comes_it_is_refused_or_ours(lines: list[bytes], target: bytes) -> None:
     head = b"\r\n".join([b"GET /" + target + b" HTTP/1.1", *lines, b"", b""])
     try:
-        whole = rewrite(head, PATH, HOST, OURS)
+        whole = rewrite_request(head, PATH, HOST, OURS)
     except ValueError:
         return
     first, *headers = whole.removesuffix(b"\r\n\r\n").split(b"\r\n")

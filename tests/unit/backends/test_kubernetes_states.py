@@ -6,7 +6,14 @@ from typing import Any
 
 import pytest
 
-from heliostat.backends.kubernetes.states import PLAIN, absent, judge_object, kind_of, name_pods, tell_pod
+from heliostat.backends.kubernetes.states import (
+    DEFAULT_GROUP,
+    name_pods,
+    resolve_missing_pod,
+    resolve_object_state,
+    resolve_pod_status,
+    role_and_group,
+)
 from heliostat.state.records import NodeRecord
 from heliostat.state.states import NodeState
 
@@ -17,7 +24,7 @@ PROBE = "Readiness probe failed"
 
 def pod(
     name: str,
-    group: str = PLAIN,
+    group: str = DEFAULT_GROUP,
     *,
     at: int = 0,
     ends: bool = False,
@@ -143,9 +150,12 @@ def test_a_name_that_another_kind_had() -> None:
 
 
 def test_kinds() -> None:
-    assert kind_of(head()) == ("head", None)
-    assert kind_of(pod("a")) == ("worker", None) and kind_of(pod("a", "gpu")) == ("worker", "gpu")
-    assert kind_of({"metadata": {"name": "bare"}}) == ("worker", None)
+    assert role_and_group(head()) == ("head", None)
+    assert role_and_group(pod("a")) == ("worker", None) and role_and_group(pod("a", "gpu")) == (
+        "worker",
+        "gpu",
+    )
+    assert role_and_group({"metadata": {"name": "bare"}}) == ("worker", None)
 
 
 # -- how the whole is
@@ -174,19 +184,19 @@ GIVEN_UP = ("Failed", "RUNNING", "JobStatusCheckTimeoutExceeded", "Failed to get
         ),
         (ray_job("Failed", "", "DeadlineExceeded", LATE), True, "FAILED", "its time limit has passed"),
         (ray_job("Failed", "", "PreRunningDeadlineExceeded", LATE), True, "FAILED", "its time limit has"),
-        (ray_job(*GIVEN_UP), True, "STOPPING", "KubeRay has given it up: Failed to get job status"),
+        (ray_job(*GIVEN_UP), True, "STOPPING", "KubeRay stopped the job: Failed to get job status"),
         (ray_job("Failed", "RUNNING", "DeadlineExceeded", LATE), False, "GONE", "its time limit has passed"),
         (ray_job("Complete", "SUCCEEDED"), False, "GONE", ""),
         (ray_job("ValidationFailed", message="no"), False, "FAILED", "no"),
     ],
 )
 def test_what_an_object_says_of_itself(made: dict[str, Any], exists: bool, state: str, words: str) -> None:
-    seen = judge_object(made, lambda: exists, 1)
+    seen = resolve_object_state(made, lambda: exists, 1)
     assert str(seen.state) == state and seen.reason.startswith(words)
     if state == "GONE":
         assert seen.report["state"] == ("GONE" if words == "" else "FAILED")
     made["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
-    assert judge_object(made, lambda: exists, 1).state is NodeState.STOPPING
+    assert resolve_object_state(made, lambda: exists, 1).state is NodeState.STOPPING
 
 
 # -- how it is
@@ -225,7 +235,7 @@ INIT = {
     "containerStatuses": [{"name": "ray-worker", "state": {"waiting": {"reason": "PodInitializing"}}}],
 }
 SAID: list[tuple[str, Pod, str, str]] = [
-    ("no machine yet", pod("a", phase="Pending", node=None, ip=None), "QUEUED", "waits for a machine"),
+    ("no machine yet", pod("a", phase="Pending", node=None, ip=None), "QUEUED", "waits for a Kubernetes node"),
     (
         "no machine has room",
         pod("a", phase="Pending", node=None, ip=None, **UNSCHEDULABLE),
@@ -236,11 +246,11 @@ SAID: list[tuple[str, Pod, str, str]] = [
         "a container is made",
         pod("a", phase="Pending", ip=None, **waiting("ContainerCreating")),
         "ALLOCATED",
-        "its container is being made",
+        "its container is created",
     ),
     ("a worker waits", pod("a", phase="Pending", **INIT), "STARTING", "waits for the head"),
     ("it runs", pod("a"), "STARTING", ""),
-    ("it ends", pod("a", ends=True), "STOPPING", "its pod ends"),
+    ("it ends", pod("a", ends=True), "STOPPING", "its pod terminates"),
     (
         "a registry that is slow",
         pod("a", phase="Pending", **waiting("ErrImagePull", "dial tcp 10.0.0.9:443: i/o timeout")),
@@ -352,7 +362,7 @@ SAID: list[tuple[str, Pod, str, str]] = [
         "its container ended with code 0",
     ),
     ("nobody knows how", pod("a", phase="Failed"), "LOST", "its pod has ended"),
-    ("without a status", {"metadata": {"name": "a"}}, "QUEUED", "waits for a machine"),
+    ("without a status", {"metadata": {"name": "a"}}, "QUEUED", "waits for a Kubernetes node"),
 ]  # fmt: skip
 
 
@@ -360,13 +370,13 @@ SAID: list[tuple[str, Pod, str, str]] = [
     ("one", "state", "reason"), [case[1:] for case in SAID], ids=[case[0] for case in SAID]
 )
 def test_what_a_pod_says(one: Pod, state: str, reason: str) -> None:
-    told = tell_pod(one, None, {})
+    told = resolve_pod_status(one, None, {})
     assert (told["state"], told["reason"]) == (state, reason)
     assert state in NodeState.__members__ and told["id"] == one["metadata"]["name"]
 
 
 READY = {"id": "a", "state": "READY", "reason": ""}
-LOST = {"id": "a", "state": "LOST", "reason": "Ray does not hear it"}
+LOST = {"id": "a", "state": "LOST", "reason": "Ray's node table does not list it"}
 
 
 @pytest.mark.parametrize(
@@ -390,24 +400,24 @@ LOST = {"id": "a", "state": "LOST", "reason": "Ray does not hear it"}
 def test_ready_is_what_rays_node_table_has(
     alive: list[str] | None, known: dict[str, Any], state: str
 ) -> None:
-    told = tell_pod(pod("a"), None if alive is None else frozenset(alive), known)
+    told = resolve_pod_status(pod("a"), None if alive is None else frozenset(alive), known)
     assert told["state"] == state
     assert (told["reason"] != "") == (state == "LOST")
 
 
 def test_a_pod_that_ends_while_its_cluster_goes_on() -> None:
     """Another takes its place: the node is on its way, whatever Ray's table still has."""
-    told = tell_pod(pod("a", ends=True), frozenset({"10.0.0.1"}), READY, replaced=True)
-    assert (told["state"], told["reason"]) == ("STARTING", "its pod ends, and another takes its place")
+    told = resolve_pod_status(pod("a", ends=True), frozenset({"10.0.0.1"}), READY, replaced=True)
+    assert (told["state"], told["reason"]) == ("STARTING", "its pod terminates and is replaced")
 
 
 def test_no_table_makes_a_pod_ready_that_does_not_run() -> None:
     for one in (pod("a", ends=True), pod("a", phase="Failed"), pod("a", phase="Pending")):
-        assert tell_pod(one, frozenset({"10.0.0.1"}), READY)["state"] != "READY"
+        assert resolve_pod_status(one, frozenset({"10.0.0.1"}), READY)["state"] != "READY"
 
 
 def test_the_rest_of_what_is_told() -> None:
-    told = tell_pod(pod("a", "gpu"), None, {})
+    told = resolve_pod_status(pod("a", "gpu"), None, {})
     assert (told["role"], told["group"], told["ip"], told["host"]) == ("worker", "gpu", "10.0.0.1", "node-1")
 
 
@@ -418,18 +428,21 @@ def test_an_image_that_does_not_come_fails_by_time() -> None:
         for reason in ("ErrImagePull", "ImagePullBackOff")
     }
     making = pod("a", phase="Pending", ip=None, **waiting("ContainerCreating"))
-    told = tell_pod(fails["ErrImagePull"], None, {}, now=1000.0)
+    told = resolve_pod_status(fails["ErrImagePull"], None, {}, now=1000.0)
     for later, one in ((30.0, fails["ImagePullBackOff"]), (60.0, making), (119.0, fails["ErrImagePull"])):
-        told = tell_pod(one, None, told, now=1000.0 + later)
+        told = resolve_pod_status(one, None, told, now=1000.0 + later)
         assert told["state"] == "ALLOCATED" and told["pull_since"] == 1000.0
-    assert tell_pod(fails["ImagePullBackOff"], None, told, now=1121.0)["state"] == "FAILED"
-    assert tell_pod(fails["ImagePullBackOff"], None, {**told, "id": "b"}, now=1121.0)["state"] == "ALLOCATED"
-    assert "pull_since" not in tell_pod(pod("a"), None, told, now=1121.0), "it has come"
+    assert resolve_pod_status(fails["ImagePullBackOff"], None, told, now=1121.0)["state"] == "FAILED"
+    assert (
+        resolve_pod_status(fails["ImagePullBackOff"], None, {**told, "id": "b"}, now=1121.0)["state"]
+        == "ALLOCATED"
+    )
+    assert "pull_since" not in resolve_pod_status(pod("a"), None, told, now=1121.0), "it has come"
 
 
 def test_long_words_are_cut() -> None:
     one = pod("a", phase="Pending", **waiting("ErrImagePull", "not found " * 200))
-    assert len(tell_pod(one, None, {})["reason"]) <= 300
+    assert len(resolve_pod_status(one, None, {})["reason"]) <= 300
 
 
 # -- a node without a pod
@@ -442,14 +455,20 @@ def warning(reason: str, message: str) -> dict[str, str]:
 def test_why_there_is_no_pod() -> None:
     invalid = warning("InvalidRayClusterSpec", "The RayCluster spec is invalid ml/lab:\n headGroupSpec …")
     quota = warning("FailedToCreateWorkerPod", 'pods "lab-x" is forbidden: exceeded quota: compute')
-    assert absent([], True, True) == ("QUEUED", "its pod is not made yet")
-    assert absent([], False, False) == ("QUEUED", "its pod is not made yet")
-    assert "operator has not looked" in absent([], False, True)[1]
-    assert absent([quota], True, True) == ("QUEUED", f"FailedToCreateWorkerPod: {quota['message']}")
-    state, reason = absent([invalid], False, True)
+    assert resolve_missing_pod([], True, True) == ("QUEUED", "its pod is not created yet")
+    assert resolve_missing_pod([], False, False) == ("QUEUED", "its pod is not created yet")
+    assert "operator has not processed" in resolve_missing_pod([], False, True)[1]
+    assert resolve_missing_pod([quota], True, True) == (
+        "QUEUED",
+        f"FailedToCreateWorkerPod: {quota['message']}",
+    )
+    state, reason = resolve_missing_pod([invalid], False, True)
     assert state == "FAILED" and reason.startswith("InvalidRayClusterSpec: The RayCluster spec is invalid")
     assert "\n" not in reason
-    assert absent([quota, invalid], True, True)[0] == "FAILED", "the newest counts"
-    assert absent([invalid, quota], True, True)[0] == "QUEUED", "and it is last"
-    assert absent([warning("Unhealthy", PROBE)], True, True) == ("QUEUED", "its pod is not made yet")
-    assert len(absent([warning("InvalidX", "x" * 5000)], True, True)[1]) <= 400
+    assert resolve_missing_pod([quota, invalid], True, True)[0] == "FAILED", "the newest counts"
+    assert resolve_missing_pod([invalid, quota], True, True)[0] == "QUEUED", "and it is last"
+    assert resolve_missing_pod([warning("Unhealthy", PROBE)], True, True) == (
+        "QUEUED",
+        "its pod is not created yet",
+    )
+    assert len(resolve_missing_pod([warning("InvalidX", "x" * 5000)], True, True)[1]) <= 400

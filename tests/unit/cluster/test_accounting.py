@@ -78,3 +78,16 @@ def test_a_join_that_never_came(make_record: Callable[..., Record]) -> None:
         None,
         None,
     )
+
+
+def test_the_cost_is_node_hours_times_the_price(make_record: Callable[..., Record]) -> None:
+    record = joined(make_record, ready=T, ended=T + 7200)
+    record.jobs[0]["node_seconds"] = 1800.0
+    assert [row["cost"] for row in rows_of(record)] == [None, None]
+    record.spec["price_per_node_hour"] = 0.5
+    assert [row["cost"] for row in rows_of(record)] == [2.0, 0.25]
+    record.nodes["w1"].group = "gpu"
+    record.spec["groups"] = {"gpu": {"price_per_node_hour": 3.0}}
+    assert rows_of(record)[0]["cost"] == 7.0
+    del record.spec["price_per_node_hour"]
+    assert rows_of(record)[0]["cost"] is None, "the price of the head is unknown"

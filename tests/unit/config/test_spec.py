@@ -74,6 +74,7 @@ KEYS: list[tuple[dict[str, Any], str, Any]] = [
     ({"hosts": [{"host": "n", "env": {"A": 1}}]}, "hosts.0.env.A", "1"),
     ({"cpus_per_node": 4}, "cpus_per_node", 4),
     ({"gpus_per_node": 0}, "gpus_per_node", 0),
+    ({"price_per_node_hour": 1}, "price_per_node_hour", 1.0),
     ({"memory_per_node": "50G"}, "memory_per_node", 50 << 30),
     ({"object_store": "1.5G"}, "object_store", 3 << 29),
     ({"time": "24:00:00"}, "time", 86400),
@@ -525,3 +526,11 @@ def test_a_large_cluster_is_counted_and_planned_without_a_check_a_node(
     groups = ClusterSpec.model_validate({"groups": {"a": {"nodes": 2}, "b": {"nodes": 3, "gpus": 1}}})
     assert count_members(groups) == len(members(groups)) == 6
     assert [(member.name, member.gpus) for member in members(groups)][-2:] == [("b-2", 1), ("b-3", 1)]
+
+
+@pytest.mark.parametrize("price", [0, -1, True, "cheap", float("inf"), float("nan")])
+def test_a_price_is_a_positive_number(price: object) -> None:
+    assert ClusterSpec.model_validate({"price_per_node_hour": 0.25}).price_per_node_hour == 0.25
+    for table in ({"price_per_node_hour": price}, {"groups": {"gpu": {"price_per_node_hour": price}}}):
+        with pytest.raises(ValueError, match="price_per_node_hour"):
+            ClusterSpec.model_validate(table)

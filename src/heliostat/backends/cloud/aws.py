@@ -1,6 +1,6 @@
-"""Amazon EC2, through Ray's own launcher: `on: aws`.
+"""Amazon EC2, through Ray's launcher: `on: aws`.
 
-A cluster has a security group, a key pair and a role of its own, which go with it (`launching.things`).
+Each cluster has its own security group, key pair and role, which are removed with it (`launcher.resources`).
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from heliostat.backends.cloud import files as render
-from heliostat.backends.cloud import prices
-from heliostat.backends.cloud.backend import Launcher
+from heliostat.backends.cloud.backend import CloudBackend
 from heliostat.backends.cloud.files import Common, Json
+from heliostat.backends.cloud.instances import count_gpus
 
 if TYPE_CHECKING:
     from heliostat.config.members import Member
@@ -21,32 +21,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Options(Common):
-    """The `aws:` table of the file."""
+    """The `aws:` table of the spec."""
 
-    instance: str = field(
-        default="m5.large", metadata={"help": "the kind of machine; a group may have another"}
-    )
-    region: str = field(default="us-west-2", metadata={"help": "where the machines are"})
+    instance: str = field(default="m5.large", metadata={"help": "instance type; a group may have another"})
+    region: str = field(default="us-west-2", metadata={"help": "region of the instances"})
     ssh_from: tuple[str, ...] = field(
         default=("0.0.0.0/0",),
-        metadata={"help": "addresses (CIDR) that may ssh to the machines, with the key"},
+        metadata={"help": "addresses (CIDR) that may connect to port 22"},
     )
-    subnets: tuple[str, ...] = field(default=(), metadata={"help": "default: those of the default network"})
+    subnets: tuple[str, ...] = field(default=(), metadata={"help": "subnets [those of the default VPC]"})
     security_groups: tuple[str, ...] = field(
-        default=(), metadata={"help": "groups that exist, in place of one of our own"}
+        default=(), metadata={"help": "existing security groups [a new one]"}
     )
     key_name: str | None = field(
-        default=None, metadata={"help": "a key pair that exists on EC2; its private half is `key`"}
+        default=None, metadata={"help": "existing key pair on EC2; `key` is its private key"}
     )
     profile: str | None = field(
-        default=None, metadata={"help": "an instance profile that exists, in place of a role of our own"}
+        default=None, metadata={"help": "existing instance profile of the head [a new role]"}
     )
     policies: tuple[str, ...] = field(
-        default=(), metadata={"help": "ARNs of further policies for our role; workers have it then, too"}
+        default=(), metadata={"help": "ARNs of additional policies of the new role; workers get the role too"}
     )
 
 
-class Aws(Launcher):
+class Aws(CloudBackend):
     name: ClassVar[str] = "aws"
     Options: ClassVar[type] = Options
     packages: ClassVar[Mapping[str, str]] = {"boto3": "boto3>=1.26"}
@@ -61,7 +59,7 @@ class Aws(Launcher):
         }
 
     def node(self, options: Any, member: Member) -> tuple[Json, Json]:
-        render.check_gpus(member, prices.gpus(options.instance), options.instance, "instance: g5.xlarge")
+        render.check_gpus(member, count_gpus(options.instance), options.instance, "instance: g5.xlarge")
         disk = {"VolumeSize": options.disk, "VolumeType": "gp3", "DeleteOnTermination": True}
         spot = {"InstanceMarketOptions": {"MarketType": "spot"}} if options.spot else {}
         given = {
@@ -79,14 +77,14 @@ class Aws(Launcher):
             **{name: value for name, value in given.items() if value},
             **spot,
         }
-        # Ray asks EC2 what the instance has; what a person says of it wins
-        said = {"CPU": member.cpus, "GPU": member.gpus}
-        told = {name: count for name, count in said.items() if count is not None}
-        return node, {**told, **render.more_resources(member)}
+        # Ray reads CPUs and GPUs from EC2; values of the spec override them
+        counts = {"CPU": member.cpus, "GPU": member.gpus}
+        given_counts = {name: count for name, count in counts.items() if count is not None}
+        return node, {**given_counts, **render.custom_resources(member)}
 
-    def own(self, options: Any, name: str, mark: str, folder: Path) -> Json:
+    def describe_resources(self, options: Any, name: str, cluster_id: str, folder: Path) -> Json:
         return {
-            **super().own(options, f"heliostat-{name}", mark, folder),
+            **super().describe_resources(options, f"heliostat-{name}", cluster_id, folder),
             "region": options.region,
             "ssh_from": list(options.ssh_from),
             "groups_given": bool(options.security_groups),

@@ -1,6 +1,6 @@
-"""Azure's virtual machines, through Ray's own launcher: `on: azure`.
+"""Azure virtual machines, through Ray's launcher: `on: azure`.
 
-Ray makes the network, the firewall (ssh from anywhere, nothing else) and the identity of a cluster, and removes them with it.
+Ray creates a network, a firewall that allows only ssh, and an identity for each cluster, and removes them with it.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from heliostat.backends.cloud import files as render
-from heliostat.backends.cloud import prices
-from heliostat.backends.cloud.backend import Launcher
+from heliostat.backends.cloud.backend import CloudBackend
 from heliostat.backends.cloud.files import Common, Json
+from heliostat.backends.cloud.instances import count_cpus, count_gpus
 from heliostat.common.errors import UsageError
 
 if TYPE_CHECKING:
@@ -23,17 +23,17 @@ IMAGE = "Canonical:ubuntu-24_04-lts:server:latest"
 
 @dataclass(frozen=True)
 class Options(Common):
-    """The `azure:` table of the file."""
+    """The `azure:` table of the spec."""
 
-    instance: str = field(
-        default="Standard_D4s_v3", metadata={"help": "the machines' size; a group may have another"}
+    instance: str = field(default="Standard_D4s_v3", metadata={"help": "VM size; a group may have another"})
+    region: str = field(default="westus2", metadata={"help": "location of the instances"})
+    subscription: str = field(default="", metadata={"help": "subscription id"})
+    resource_group: str = field(
+        default="", metadata={"help": "resource group; created if missing, never removed"}
     )
-    region: str = field(default="westus2", metadata={"help": "the location of the machines"})
-    subscription: str = field(default="", metadata={"help": "the subscription's id"})
-    resource_group: str = field(default="", metadata={"help": "made where it is absent; it stays"})
 
 
-class Azure(Launcher):
+class Azure(CloudBackend):
     name: ClassVar[str] = "azure"
     Options: ClassVar[type] = Options
     packages: ClassVar[Mapping[str, str]] = {
@@ -64,18 +64,18 @@ class Azure(Launcher):
         }
 
     def node(self, options: Any, member: Member) -> tuple[Json, Json]:
-        cards = prices.gpus(options.instance)
-        render.check_gpus(member, cards, options.instance, "instance: Standard_NC4as_T4_v3")
+        instance_gpus = count_gpus(options.instance)
+        render.check_gpus(member, instance_gpus, options.instance, "instance: Standard_NC4as_T4_v3")
         arm: Json = {"vmSize": options.instance, "osDiskSize": options.disk, **_image(options.image or IMAGE)}
         if options.spot:
             arm.update(priority="Spot", billingProfile={"maxPrice": -1})
-        cpus = member.cpus if member.cpus is not None else prices.cpus(options.instance)
-        gpus = member.gpus if member.gpus is not None else cards
+        cpus = member.cpus if member.cpus is not None else count_cpus(options.instance)
+        gpus = member.gpus if member.gpus is not None else instance_gpus
         return {"azure_arm_parameters": arm}, render.resources(member, cpus, gpus, options.instance)
 
 
 def _image(named: str) -> Json:
-    """`publisher:offer:sku:version`, or the id of an image of one's own."""
+    """Image fields of `publisher:offer:sku:version`, or of an image id."""
     parts = named.split(":")
     if len(parts) == 4:
         names = ("imagePublisher", "imageOffer", "imageSku", "imageVersion")

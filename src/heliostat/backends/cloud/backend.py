@@ -1,17 +1,13 @@
-"""What the clouds share: Ray's own launcher makes the machines, and the head's autoscaler the workers.
+"""Base of the cloud backends: Ray's launcher creates the head, and the autoscaler on the head creates the workers.
 
-Every operation of the launcher is a process of its own (`heliostat.backends.cloud.launcher`). What is true of the cluster comes from three
-parties: that process, the cloud's list of instances that have the cluster's tag, and Ray's own table of nodes, over ssh.
+Each operation of the launcher is a separate process (`heliostat.backends.cloud.launcher`). A cluster's state has three sources:
+that process, the cloud's list of instances with the cluster's tag, and Ray's node table, read over ssh.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
-import shutil
-import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
@@ -30,17 +26,15 @@ from heliostat.backends.base import (
     by_name,
     require_programs,
 )
+from heliostat.backends.cloud import access, operations
 from heliostat.backends.cloud import files as render
-from heliostat.backends.cloud import prices
-from heliostat.backends.cloud import state as about
+from heliostat.backends.cloud import state as cloud_state
 from heliostat.backends.cloud.files import Json
-from heliostat.backends.cloud.state import ANSWER, ENDED, INSTANCES, LAST_S, LOG, LOOKED, PROCESS
+from heliostat.backends.cloud.state import ANSWER, ENDED, INSTANCES, LOG, NODE_TIMEOUT_S, OBSERVED, PROCESS
 from heliostat.backends.overrides import merge
 from heliostat.common.errors import Code, HeliostatError, UsageError
-from heliostat.remote.ssh import connect
 from heliostat.remote.transport import Local
 from heliostat.state.files import read_json, write_atomic
-from heliostat.state.ownership import temp_directory
 from heliostat.state.states import NodeState
 
 if TYPE_CHECKING:
@@ -51,54 +45,55 @@ if TYPE_CHECKING:
     from heliostat.state.records import NodeRecord
 
 N = NodeState
-LOOK_S = 120.0  # a question to the cloud
-SOON_S, LATER_S = 3.0, 15.0  # between two such questions: while something is on its way, and else
-END_S = 1200.0
+# between two requests to the cloud: while nodes start, and while all nodes are ready
+STARTING_POLL_S, STEADY_POLL_S = 3.0, 15.0
 
 
-class Launcher(Platform):
-    """A cloud. A site says how its machines are written in Ray's file: `provider` and `node`."""
+class CloudBackend(Platform):
+    """A cloud. A subclass renders its part of Ray's file: `provider` and `node`."""
 
-    packages: ClassVar[Mapping[str, str]]  # modules that must be importable, and what pip calls them
+    packages: ClassVar[Mapping[str, str]]  # required module: its name for pip
     poll_interval: ClassVar[tuple[float, float]] = (2.0, 15.0)
 
     def __init__(self) -> None:
-        self._kept: dict[str, int] = {}
+        self._keepalive_times: dict[str, int] = {}
 
-    # -- of each site
+    # -- different for each cloud
 
     def provider(self, options: Any) -> Json:
         raise NotImplementedError
 
     def node(self, options: Any, member: Member) -> tuple[Json, Json]:
-        """(node_config, resources) of a node, as Ray's file has them."""
+        """(node_config, resources) of a node type in Ray's file."""
         raise NotImplementedError
 
-    def own(self, options: Any, name: str, mark: str, folder: Path) -> Json:
-        """What `launching.things` makes for this cluster alone."""
+    def describe_resources(self, options: Any, name: str, cluster_id: str, folder: Path) -> Json:
+        """The objects that `launcher.resources` creates for this cluster only."""
         given = Path(options.key).expanduser() if options.key else None
         key = given or folder / "key"
         return {
             "backend": self.name,
             "name": name,
-            "mark": mark,
+            "mark": cluster_id,
             "key_file": str(key),
             "key_made": given is None,
         }
 
-    def where(self, provider: Mapping[str, Any]) -> str:
+    def read_region(self, provider: Mapping[str, Any]) -> str:
         return str(provider.get("region") or provider.get("location") or "default")
 
-    # -- before anything
+    # -- checks
 
     questions: ClassVar[Mapping[str, Question]] = by_name(
-        Question("ssh", "the `ssh` command is here", "install ssh on this machine"),
-        Question("rsync", "the `rsync` command is here", "install rsync on this machine"),
-        Question("packages", "the cloud's Python packages are here", "pip install 'heliostat[{backend}]'"),
+        Question("ssh", "the `ssh` command is installed", "install ssh on this computer"),
+        Question("rsync", "the `rsync` command is installed", "install rsync on this computer"),
+        Question(
+            "packages", "the cloud's Python packages are installed", "pip install 'heliostat[{backend}]'"
+        ),
         Question(
             "account",
-            "the cloud takes your credentials, and knows the region",
-            "log in as the cloud's own tool says",
+            "the cloud accepts your credentials and the region",
+            "log in with the cloud's own command",
         ),
     )
 
@@ -108,16 +103,16 @@ class Launcher(Platform):
             argv = [program, "-V"] if program == "ssh" else [program, "--version"]
             try:
                 done = host.run(argv, timeout=20)
-                said = (done.err or done.out).strip().split("\n")[0]
-                found.append(self.questions[program].answer(True, said))
+                version = (done.err or done.out).strip().split("\n")[0]
+                found.append(self.questions[program].answer(True, version))
             except HeliostatError as error:
                 found.append(self.questions[program].answer(False, str(error)))
         if missing := self._missing_package():
-            ask = self.questions["packages"]
-            return [*found, ask.answer(False, f"no module `{missing}`", backend=self.name)]
+            question = self.questions["packages"]
+            return [*found, question.answer(False, f"no module `{missing}`", backend=self.name)]
         found.append(self.questions["packages"].answer(True, ", ".join(self.packages)))
         try:
-            answer = self._ask({"do": "check", "config": self._any_config(spec)}, None, host, LOOK_S)
+            answer = self._check_account(self._make_minimal_config(spec), None, host)
             found.append(self.questions["account"].answer(True, str(answer["found"])))
         except (HeliostatError, KeyError, ValueError, TypeError) as error:
             cause = getattr(error, "cause", "") or str(error)
@@ -125,43 +120,47 @@ class Launcher(Platform):
             found.append(self.questions["account"].answer(False, cause, hint=hint))
         return found
 
-    def _any_config(self, spec: ClusterSpec | None) -> Json:
+    def _make_minimal_config(self, spec: ClusterSpec | None) -> Json:
         table = dict(spec.backend_tables.get(self.name, {})) if spec else {}
         given = table.get("launcher_yaml")
         provider = given["provider"] if given else self.provider(self.Options(**table))
         return {"cluster_name": "none", "provider": provider}
+
+    def _check_account(self, config: Json, directory: Path | None, host: Transport) -> Json:
+        operation = {"do": "check", "config": config}
+        return operations.run_operation(self.name, operation, directory, host, operations.REQUEST_TIMEOUT_S)
 
     def _missing_package(self) -> str | None:
         import importlib.util
 
         for package in self.packages:
             try:
-                there = importlib.util.find_spec(package) is not None
+                is_installed = importlib.util.find_spec(package) is not None
             except (ImportError, ValueError):
-                there = False
-            if not there:
+                is_installed = False
+            if not is_installed:
                 return package
         return None
 
     def require(self, spec: ClusterSpec, host: Transport) -> None:
         if missing := self._missing_package():
             raise UsageError(
-                f"`{self.name}` needs a package that is not here",
+                f"a Python package for `{self.name}` is missing",
                 cause=f"no module `{missing}`",
                 hint=self.questions["packages"].hint.format(backend=self.name),
                 code=Code.CLOUD_MISSING_PACKAGE,
             )
-        require_programs(("ssh", "rsync"), "install it on this machine", host)
+        require_programs(("ssh", "rsync"), "install it on this computer", host)
 
     def plan(self, request: LaunchRequest) -> Plan:
-        render.check(request, self.name)
-        config = self.config(request)
-        own = None
+        render.check_request(request, self.name)
+        config = self.make_config(request)
+        owned, name = None, render.ray_name(request)
         if request.options.launcher_yaml is None:
-            own = self.own(request.options, render.ray_name(request), request.config["mark"], request.folder)
-        operation = {"do": "create", "config": config, "own": own, "wait_s": request.options.wait}
-        notes = (self.cost(request, config),) if own else ()
-        files = render.files(request, config, notes, self.packages)
+            owned = self.describe_resources(request.options, name, request.config["mark"], request.folder)
+        operation = {"do": "create", "config": config, "own": owned, "wait_s": request.options.wait}
+        notes = render.cost_notes(request)
+        files = render.render_files(request, config, notes, self.packages)
         names = tuple(member.name for member in request.members)
         return Plan(
             files,
@@ -169,16 +168,16 @@ class Launcher(Platform):
             notes,
         )
 
-    def config(self, request: LaunchRequest) -> Json:
+    def make_config(self, request: LaunchRequest) -> Json:
         """Ray's file for this cluster."""
         options = request.options
         if options.launcher_yaml is not None:
-            return render.adopt(request, options.launcher_yaml)
+            return render.adopt_launcher_yaml(request, options.launcher_yaml)
         nodes = {}
-        for kind, mine, least, most, member in render.kinds(request):
-            made, resources = self.node(mine, member)
+        for kind, type_options, least, most, member in render.list_node_types(request):
+            node, resources = self.node(type_options, member)
             nodes[kind] = {
-                "node_config": merge(made, mine.node),
+                "node_config": merge(node, type_options.node),
                 **({"resources": resources} if resources else {}),
                 **({"labels": dict(member.labels)} if member.labels else {}),
                 **(
@@ -187,251 +186,169 @@ class Launcher(Platform):
                     else {"max_workers": 0}
                 ),
             }
-        return render.whole(request, self.provider(options), nodes)
-
-    def cost(self, request: LaunchRequest, config: Json) -> str:
-        """What the cluster costs while it is up, in words; also of one that a person leaves up."""
-        kinds, known = (
-            {kind: least for kind, _, least, _, _ in render.kinds(request)},
-            render.instances(config),
-        )
-        counted = [(1 if kind == render.HEAD else least, *known[kind]) for kind, least in kinds.items()]
-        return prices.all_of(counted)
+        return render.make_config(request, self.provider(options), nodes)
 
     # -- starting
 
     def launch(self, plan: Plan, request: LaunchRequest, host: Transport) -> Iterator[Handle]:
-        """The handle first: whatever happens afterwards is found by the cluster's tag."""
+        """Yields the handle before the launch: the cluster's tag finds all instances that are created later."""
         (step,) = plan.steps
         config, folder = step.config["config"], request.folder
         detail = {
             "config": config,
             "own": step.config["own"],
             "folder": str(folder),
-            "home": render.home(request),
-            "instances": render.instances(config),
-            "groups": render.groups(request, config),
+            "home": render.remote_dir(request),
+            "instances": render.read_instance_types(config),
+            "groups": render.map_groups(request, config),
             "ray": render.ray_version(request.spec),
             "auth": request.spec.security.auth,
             "dashboard": render.dashboard_port(config),
             "ends": bool(request.spec.idle.timeout or request.spec.time),
             "elastic": request.spec.has_autoscaling,
         }
-        name = f"{self.name}/{self.where(config['provider'])}/{config['cluster_name']}"
-        # who has no packages, no credentials or a wrong region is told so at once
-        self._ask({"do": "check", "config": config}, folder, host, LOOK_S)
+        name = f"{self.name}/{self.read_region(config['provider'])}/{config['cluster_name']}"
+        self._check_account(config, folder, host)  # reports missing packages, credentials or regions at once
         yield Handle(name, step.nodes, detail)
-        for old in (ANSWER, INSTANCES, LOOKED, ENDED):
+        for old in (ANSWER, INSTANCES, OBSERVED, ENDED):
             (folder / old).unlink(missing_ok=True)
         log = folder / "logs" / "head" / LOG
         log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        spawned = cast("Spawner", host).spawn(
-            step.argv, log=log, cwd=folder, env={"PYTHONUNBUFFERED": "1"}
-        )  # what ssh says comes where it was said
+        # unbuffered, so that the lines of ssh and of the launcher keep their order
+        spawned = cast("Spawner", host).spawn(step.argv, log=log, cwd=folder, env={"PYTHONUNBUFFERED": "1"})
         write_atomic(folder / PROCESS, json.dumps({"pid": spawned.pid, "start": spawned.start}))
         operation = {**step.config, "temp": str(folder / "tmp"), "answer": str(folder / ANSWER)}
         spawned.feed(json.dumps(operation).encode())
 
-    def _ask(self, operation: Json, folder: Path | None, host: Transport, seconds: float) -> Json:
-        """One operation, to its end. Raises what the cloud said."""
-        import tempfile
+    def find_orphans(self, cluster_id: str | None, spec: ClusterSpec, host: Transport) -> list[Handle]:
+        return []  # no instance is created before the handle is recorded
 
-        with contextlib.ExitStack() as stack:
-            if folder and folder.is_dir():
-                temp = str(folder / "tmp")
-            else:
-                made = tempfile.TemporaryDirectory(prefix="hl-", dir=temp_directory())
-                temp = stack.enter_context(made)
-            # by its path: `python -m` would look for it in the current directory first, which may be anybody's
-            argv = [sys.executable, str(Path(__file__).parent / "launcher")]
-            done = host.run(argv, input=json.dumps({**operation, "temp": temp}).encode(), timeout=seconds)
-        try:
-            answer: Json = json.loads(done.out.strip().splitlines()[-1])
-        except (ValueError, IndexError):
-            lines = [line for line in done.err.splitlines() if line.strip()]
-            raise HeliostatError(
-                f"Ray's launcher gave no answer for `{self.name}`",
-                cause=lines[-1].strip()[:300] if lines else "",
-                details=done.describe(),
-                code=Code.CLOUD_LAUNCHER,
-            ) from None
-        if not answer["ok"]:
-            raise HeliostatError(
-                answer["message"], cause=answer["cause"], hint=answer["hint"], code=answer["code"]
-            )
-        return answer
-
-    # -- looking
+    # -- observation
 
     def observe(self, handles: Sequence[Handle], host: Transport) -> dict[str, Observation]:
-        """Whether it can be asked at all: how it is, `tell` tells."""
+        """Whether the cloud answers; `platform_status` has the states of the nodes."""
         return {handle.native_id: self._observe(handle, host) for handle in handles}
 
     def _observe(self, handle: Handle, host: Transport) -> Observation:
-        if about.operation(handle)[0] == "done":
+        if cloud_state.read_launcher_status(handle)[0] == "done":
             try:
-                self._look(handle, host, LATER_S)
+                operations.observe_instances(self.name, handle, host, STEADY_POLL_S)
             except HeliostatError as error:
                 return Observation(N.UNKNOWN, f"{error.message}: {error.cause}")
         return Observation(N.ALLOCATED)
 
-    def _look(self, handle: Handle, host: Transport, every_s: float = SOON_S) -> Json:
-        """The instances of the cluster; asked for not more often than this, by whichever command."""
-        detail = handle.detail
-        folder = Path(detail["folder"])
-        last = read_json(folder / LOOKED) or {"at": 0.0}
-        if 0 <= time.time() - last["at"] < every_s:
-            answer: Json = last["answer"]
-            return answer
-        operation = {"do": "look", "config": detail["config"], "own": detail["own"]}
-        answer = self._ask(operation, folder, host, LOOK_S)
-        with contextlib.suppress(HeliostatError):  # looking works on a full disk
-            if folder.is_dir():
-                write_atomic(folder / LOOKED, json.dumps({"at": time.time(), "answer": answer}))
-        return answer
-
     def platform_status(
         self, handle: Handle, members: Sequence[NodeRecord], before: Mapping[str, Any], host: Transport
     ) -> PlatformStatus:
-        operation, words = about.operation(handle)
-        settled = bool(before) and all(one.get("state") == N.READY for one in before.values())
-        seen, named, head, table = self._see(handle, members, before, host, LATER_S if settled else SOON_S)
-        if settled and not {one.get("internal_ip") for one in named.values()} <= (table or {}).keys():
-            seen, named, head, table = self._see(handle, members, before, host, 0)  # something has changed
+        operation, failure = cloud_state.read_launcher_status(handle)
+        is_steady = bool(before) and all(one.get("state") == N.READY for one in before.values())
+        seen, named, head, table = self._observe_nodes(
+            handle, members, before, host, STEADY_POLL_S if is_steady else STARTING_POLL_S
+        )
+        if is_steady and not {one.get("internal_ip") for one in named.values()} <= (table or {}).keys():
+            # a node changed: the cached instances are out of date
+            seen, named, head, table = self._observe_nodes(handle, members, before, host, 0)
         nodes = {}
-        for name, role, group in about.roll(handle, members, named):
-            state, reason = about.judge(
-                named.get(name), role, operation, words, table, before.get(name) or {}, seen
+        for name, role, group in cloud_state.list_nodes(handle, members, named):
+            state, reason = cloud_state.resolve_state(
+                named.get(name), role, operation, failure, table, before.get(name) or {}, seen
             )
             if state is N.GONE and role != "head" and name not in {member.name for member in members}:
-                continue  # it came with demand, and went with it
+                continue  # the autoscaler added and removed it
             one = named.get(name) or {}
             if state is N.READY:
-                reason = prices.one(*(handle.detail["instances"].get(one.get("type")) or ("instance", False)))
-            told = {"state": str(state), "reason": reason, "role": role, "group": group}
-            nodes[name] = {**told, "ip": one.get("internal_ip"), "host": one.get("id"), "id": one.get("id")}
-        self._keep_alive(handle, head)
-        # a dashboard that is slow for once does not take the address away
+                instance, spot = handle.detail["instances"].get(one.get("type")) or ("instance", False)
+                reason = f"{instance}, spot" if spot else instance
+            status = {"state": str(state), "reason": reason, "role": role, "group": group}
+            nodes[name] = {**status, "ip": one.get("internal_ip"), "host": one.get("id"), "id": one.get("id")}
+        self._forward_keepalive(handle, head)
+        # a single slow answer of the dashboard keeps the connection
         was_up = any(
             one.get("role") == "head" and one.get("state") in (N.READY, N.LOST) for one in before.values()
         )
         known = head is not None and (table is not None or was_up)
-        return PlatformStatus(nodes, about.connection(handle, head) if head and known else None)
+        return PlatformStatus(nodes, cloud_state.make_connection(handle, head) if head and known else None)
 
-    def _see(
+    def _observe_nodes(
         self,
         handle: Handle,
         nodes: Sequence[NodeRecord],
         before: Mapping[str, Any],
         host: Transport,
-        every_s: float,
+        max_age_s: float,
     ) -> tuple[Json, dict[str, Json], Json | None, dict[str, Any] | None]:
-        """(what the cloud says, its instances by our names, the head's, Ray's table)."""
-        operation = about.operation(handle)[0]
+        """(answer of the cloud, instances by node name, the head's instance, Ray's node table)."""
+        operation = cloud_state.read_launcher_status(handle)[0]
         try:
-            seen = self._look(handle, host, every_s)
+            seen = operations.observe_instances(self.name, handle, host, max_age_s)
         except HeliostatError:
             if operation == "done":
                 raise
-            seen = {"nodes": [], "ended": ""}  # the launcher will say why, or has said it
-        named = about.names(handle, seen["nodes"], nodes, before)
-        about.write_instances(handle, named)
+            seen = {"nodes": [], "ended": ""}  # the launcher reports the cause
+        named = cloud_state.name_instances(handle, seen["nodes"], nodes, before)
+        cloud_state.write_instances(handle, named)
         head = next((one for one in named.values() if one["role"] == "head"), None)
-        table = self._table(handle, head) if head and operation != "failed" else None
+        table = self._read_node_table(handle, head) if head and operation != "failed" else None
         return seen, named, head, table
 
-    def _table(self, handle: Handle, head: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Ray's nodes by address; None: Ray does not answer, or not yet."""
+    def _read_node_table(self, handle: Handle, head: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Ray's nodes by address; None if Ray does not answer."""
         from heliostat.remote.ray_client import RayApi
 
-        if head.get("status") != "up-to-date" and about.operation(handle)[0] != "done":
+        if head.get("status") != "up-to-date" and cloud_state.read_launcher_status(handle)[0] != "done":
             return None
         try:
-            host, port = self._ssh(handle, head).forward("127.0.0.1", handle.detail["dashboard"])
-            api = RayApi(host, port, about.token(handle), name=handle.native_id)
+            host, port = access.connect_node(handle, head).forward("127.0.0.1", handle.detail["dashboard"])
+            api = RayApi(host, port, cloud_state.read_token(handle), name=handle.native_id)
             return {str(node["ip"]): node for node in api.nodes()}
         except (HeliostatError, KeyError, ValueError, TypeError):
             return None
 
-    def _keep_alive(self, handle: Handle, head: Mapping[str, Any] | None) -> None:
-        """Whoever touches `keepalive` in the cluster's folder here touches it there."""
+    def _forward_keepalive(self, handle: Handle, head: Mapping[str, Any] | None) -> None:
+        """Touches `keepalive` on the head when the user has touched it in the cluster's local directory."""
         try:
             stamp = (Path(handle.detail["folder"]) / "keepalive").stat().st_mtime_ns
         except OSError:
             return
-        if head and self._kept.get(handle.native_id) != stamp:
+        if head and self._keepalive_times.get(handle.native_id) != stamp:
             with contextlib.suppress(HeliostatError):
-                self._ssh(handle, head).run(["touch", f"{handle.detail['home']}/keepalive"], timeout=LAST_S)
-                self._kept[handle.native_id] = stamp
+                argv = ["touch", f"{handle.detail['home']}/keepalive"]
+                access.connect_node(handle, head).run(argv, timeout=NODE_TIMEOUT_S)
+                self._keepalive_times[handle.native_id] = stamp
 
-    # -- the way to a node
-
-    def _ssh(self, handle: Handle, node: Mapping[str, Any]) -> Ssh:
-        detail, config = handle.detail, handle.detail["config"]
-        answer = read_json(Path(detail["folder"]) / ANSWER) or {}
-        auth = {**config["auth"], **(answer.get("auth") or {})}
-        key = auth.get("ssh_private_key") or (detail["own"] or {}).get("key_file")
-        inside = config["provider"].get("use_internal_ips")
-        address = node.get("internal_ip") if inside else node.get("external_ip")
-        if not address:
-            raise HeliostatError(
-                f"`{node.get('id')}` has no address yet",
-                hint="try again in a few seconds",
-                code=Code.CLUSTER_NOT_READY,
-            )
-        options = {
-            "StrictHostKeyChecking": "accept-new",  # a new machine has a key that nobody can know
-            "UserKnownHostsFile": f'"{detail["folder"]}/known_hosts"',
-            "HostKeyAlias": str(node["id"]),  # its address may have been another's
-            "IdentitiesOnly": "yes" if key else None,
-            "ProxyCommand": auth.get("ssh_proxy_command"),
-            "LogLevel": "ERROR",
-        }
-        words = [word for name, value in options.items() if value for word in ("-o", f"{name}={value}")]
-        if key:
-            words += ["-i", os.path.expanduser(key)]
-        return connect(("ssh", *words, "-l", str(auth["ssh_user"]), str(address)))
-
-    def _node(self, handle: Handle, name: str) -> Mapping[str, Any]:
-        known = read_json(Path(handle.detail["folder"]) / INSTANCES) or {}
-        if name not in known:
-            raise HeliostatError(
-                f"the node `{name}` has no instance", hint="heliostat status", code=Code.CLUSTER_NOT_READY
-            )
-        one: Mapping[str, Any] = known[name]
-        return one
+    # -- access
 
     def reach(self, handle: Handle, host: Transport) -> Transport:
-        known = read_json(Path(handle.detail["folder"]) / INSTANCES) or {}
-        head = next((one for one in known.values() if one["role"] == "head"), None)
+        head = access.find_head(handle)
         if head is None:
-            found = self._look(handle, host)["nodes"]
+            found = operations.observe_instances(self.name, handle, host, STARTING_POLL_S)["nodes"]
             head = next((one for one in found if one["role"] == "head"), None)
         if head is None:
             raise HeliostatError(
                 f"`{handle.native_id}` has no head", hint="heliostat status", code=Code.CLUSTER_NOT_READY
             )
-        return self._ssh(handle, head)
+        return access.connect_node(handle, head)
 
     def execute(self, node: str, handle: Handle, argv: Sequence[str], host: Transport) -> Completed:
-        """In the environment of the node, as its jobs."""
+        """Runs the command in the environment of the node's jobs."""
         script = '. "./$0" && exec "$@"'
-        there = self._ssh(handle, self._node(handle, node))
-        return there.run(["bash", "-c", script, f"{handle.detail['home']}/env.sh", *argv], timeout=RUN_S)
+        transport = access.connect_node(handle, access.find_node(handle, node))
+        return transport.run(["bash", "-c", script, f"{handle.detail['home']}/env.sh", *argv], timeout=RUN_S)
 
     def logs(
-        self, handle: Handle, node: str, told: Mapping[str, Any], known: Mapping[str, int], host: Transport
+        self, handle: Handle, node: str, status: Mapping[str, Any], known: Mapping[str, int], host: Transport
     ) -> dict[str, bytes]:
-        """What the launcher said is in the head's folder already."""
+        """New bytes of the node's logs; the launcher writes its log to the local directory."""
         try:
-            return about.fetch(self._ssh(handle, self._node(handle, node)), handle.detail["home"], known)
+            transport = access.connect_node(handle, access.find_node(handle, node))
+            return cloud_state.fetch_logs(transport, handle.detail["home"], known)
         except (HeliostatError, KeyError, ValueError):
             return {}
 
-    # -- changing it
+    # -- changes
 
     def resize(self, handle: Handle, workers: Mapping[str | None, int], host: Transport) -> None:
-        """The autoscaler on the head reads its file again every few seconds: this changes how many it keeps."""
+        """Changes the worker counts in the autoscaler's file on the head."""
         config = handle.detail["config"]
         counts = {}
         for group, count in workers.items():
@@ -441,83 +358,58 @@ class Launcher(Platform):
                 if name == group and kind != render.HEAD
             ]
             if not known:
-                raise UsageError(f"there is no group `{group}`", hint="heliostat status")
+                raise UsageError(f"unknown group `{group}`", hint="heliostat status")
             kind = known[0]
             most = int(config["available_node_types"][kind].get("max_workers") or 0)
             counts[kind] = [count, max(count, most) if handle.detail["elastic"] else count]
-        self._set_counts(handle, cast("Ssh", self.reach(handle, host)), counts, 60)
-        (Path(handle.detail["folder"]) / LOOKED).unlink(missing_ok=True)
+        access.set_worker_counts(handle, cast("Ssh", self.reach(handle, host)), counts, 60)
+        operations.discard_observation(handle)
+
+    def limited_command(self, handle: Handle, argv: Sequence[str], host: Transport) -> Sequence[str]:
+        return argv  # the agent on the head enforces the time limit
 
     def started_job(self, handle: Handle, job: str, host: Transport) -> None:
-        """The watch on the head ends the cluster after it, whoever is there to see it."""
+        """Records the job on the head; the agent there terminates the cluster after it."""
         path = Path(handle.detail["home"]) / "job"
         cast("Ssh", self.reach(handle, host)).put(path, job.encode())
 
     def suspend(self, handle: Handle, host: Transport) -> None:
         raise UsageError(
             f"a cluster on `{self.name}` cannot be suspended",
-            cause="a stopped instance keeps its disk, which costs, and loses Ray's state",
+            cause="a stopped instance loses Ray's state, and its disk still costs money",
             hint="heliostat down, and up again",
         )
 
-    def replace_node(self, handle: Handle, node: str, told: Mapping[str, Any], host: Transport) -> None:
-        if told.get("role") == "head":
-            raise UsageError("the head cannot be replaced alone", hint="heliostat restart, without --node")
-        operation = {"do": "drop", "config": handle.detail["config"], "ids": [self._node(handle, node)["id"]]}
-        self._ask(operation, Path(handle.detail["folder"]), host, LOOK_S)
-        (Path(handle.detail["folder"]) / LOOKED).unlink(missing_ok=True)
+    def resume(self, handle: Handle, host: Transport) -> None:
+        """Does nothing: a cluster in a cloud cannot be suspended."""
 
-    # -- the end
+    def replace_node(self, handle: Handle, node: str, status: Mapping[str, Any], host: Transport) -> None:
+        if status.get("role") == "head":
+            raise UsageError("the head cannot be replaced alone", hint="heliostat restart, without --node")
+        instance = access.find_node(handle, node)["id"]
+        operation = {"do": "terminate_instances", "config": handle.detail["config"], "ids": [instance]}
+        directory = Path(handle.detail["folder"])
+        operations.run_operation(self.name, operation, directory, host, operations.REQUEST_TIMEOUT_S)
+        operations.discard_observation(handle)
+
+    # -- termination
 
     def cancel(self, handles: Sequence[Handle], host: Transport, *, now: bool = False) -> None:
         for handle in handles:
-            about.end_process(handle)
-            self._make_none(handle)
-            self._end(handle, host)
-
-    def _end(self, handle: Handle, host: Transport) -> Json:
-        detail = handle.detail
-        folder = Path(detail["folder"])
-        operation = {"do": "end", "config": detail["config"], "own": detail["own"]}
-        answer = self._ask(operation, folder, host, END_S)
-        (Path(handle.detail["folder"]) / LOOKED).unlink(missing_ok=True)
-        if folder.is_dir():
-            shutil.rmtree(folder / "tmp", ignore_errors=True)
-            for name in (PROCESS, INSTANCES, "known_hosts"):
-                (folder / name).unlink(missing_ok=True)
-            write_atomic(folder / ENDED, json.dumps(answer))
-        return answer
-
-    def _make_none(self, handle: Handle) -> None:
-        """As far as it goes: the autoscaler must not make anew what we end."""
-        known = read_json(Path(handle.detail["folder"]) / INSTANCES) or {}
-        head = next((one for one in known.values() if one["role"] == "head"), None)
-        if head and head.get("status") == "up-to-date":
-            with contextlib.suppress(HeliostatError, KeyError):
-                kinds = handle.detail["config"]["available_node_types"]
-                self._set_counts(handle, self._ssh(handle, head), {kind: [0, 0] for kind in kinds}, LAST_S)
-
-    def _set_counts(self, handle: Handle, head: Ssh, counts: Mapping[str, list[int]], seconds: float) -> None:
-        """[least, most] of each type, in the file that the autoscaler on the head reads every few seconds."""
-        argv = ["bash", "-c", '. "./$0" && exec python3 -c "$1" "$2"', f"{handle.detail['home']}/env.sh"]
-        done = head.run([*argv, render.RESIZE, json.dumps(counts)], timeout=seconds)
-        if done.code:
-            raise HeliostatError(
-                "the autoscaler's file could not be changed",
-                cause=done.err.strip()[-300:],
-                code=Code.CLOUD_LAUNCHER,
-            )
+            cloud_state.stop_launcher(handle)
+            access.stop_autoscaling(handle)
+            operations.terminate(self.name, handle, host)
 
     def collect_logs(self, handles: Sequence[Handle], folder: Path) -> list[str]:
-        """A cluster that ended itself could not remove what is ours beside its machines: that is done now."""
+        """Removes objects that a cluster which terminated itself had no permission to remove."""
         notes = []
         for handle in handles:
             answer = read_json(folder / ENDED)
             if answer is None:
                 try:
-                    answer = self._end(handle, Local())
+                    answer = operations.terminate(self.name, handle, Local())
                 except HeliostatError as error:
-                    notes.append(f"what was made for it beside its machines stays: {error}")
+                    notes.append(f"objects that were created for the cluster remain: {error}")
                     continue
             removed = ", ".join(answer.get("removed") or ())
             notes += [f"removed: {removed}"] if removed else []

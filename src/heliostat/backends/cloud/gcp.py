@@ -1,7 +1,7 @@
-"""Google Compute Engine, through Ray's own launcher: `on: gcp`.
+"""Google Compute Engine, through Ray's launcher: `on: gcp`.
 
-The key is of these machines alone, not of the whole project. Ray makes no firewall rule: on the network `default`, Google's
-own let everybody ssh and nobody else in.
+The ssh key is valid for the cluster's instances only, not for the whole project. Ray creates no firewall rule. The default rules
+of the network `default` allow only ssh from outside.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from heliostat.backends.cloud import files as render
-from heliostat.backends.cloud import prices
-from heliostat.backends.cloud.backend import Launcher
+from heliostat.backends.cloud.backend import CloudBackend
 from heliostat.backends.cloud.files import Common, Json
+from heliostat.backends.cloud.instances import count_cpus, count_gpus
 from heliostat.common.errors import UsageError
 
 if TYPE_CHECKING:
@@ -25,19 +25,20 @@ WITH_DRIVER = "projects/ml-images/global/images/family/common-cu128-ubuntu-2204-
 
 @dataclass(frozen=True)
 class Options(Common):
-    """The `gcp:` table of the file."""
+    """The `gcp:` table of the spec."""
 
     instance: str = field(
-        default="n2-standard-4", metadata={"help": "the machine type; a group may have another"}
+        default="n2-standard-4", metadata={"help": "machine type; a group may have another"}
     )
-    project: str = field(default="", metadata={"help": "the project's id"})
-    region: str = field(default="us-west1", metadata={"help": "where the machines are"})
+    project: str = field(default="", metadata={"help": "project id"})
+    region: str = field(default="us-west1", metadata={"help": "region of the instances"})
     gpu: str | None = field(
-        default=None, metadata={"help": "GPUs to attach, as many as `gpus` says: nvidia-tesla-t4"}
+        default=None,
+        metadata={"help": "type of the attached GPUs, for example nvidia-tesla-t4; `gpus` is their number"},
     )
 
 
-class Gcp(Launcher):
+class Gcp(CloudBackend):
     name: ClassVar[str] = "gcp"
     Options: ClassVar[type] = Options
     packages: ClassVar[Mapping[str, str]] = {
@@ -58,9 +59,11 @@ class Gcp(Launcher):
         }
 
     def node(self, options: Any, member: Member) -> tuple[Json, Json]:
-        cards = (member.gpus or 1) if options.gpu else prices.gpus(options.instance)
-        render.check_gpus(member, cards, options.instance, "gpu: nvidia-tesla-t4, or instance: g2-standard-4")
-        image = options.image or (WITH_DRIVER if cards else IMAGE)
+        instance_gpus = (member.gpus or 1) if options.gpu else count_gpus(options.instance)
+        render.check_gpus(
+            member, instance_gpus, options.instance, "gpu: nvidia-tesla-t4, or instance: g2-standard-4"
+        )
+        image = options.image or (WITH_DRIVER if instance_gpus else IMAGE)
         disk = {"diskSizeGb": options.disk, "sourceImage": image}
         node: Json = {
             "machineType": options.instance,
@@ -68,8 +71,8 @@ class Gcp(Launcher):
         }
         scheduling: Json = {}
         if options.gpu:
-            node["guestAccelerators"] = [{"acceleratorType": options.gpu, "acceleratorCount": cards}]
-        if cards:
+            node["guestAccelerators"] = [{"acceleratorType": options.gpu, "acceleratorCount": instance_gpus}]
+        if instance_gpus:
             node["metadata"] = {"items": [{"key": "install-nvidia-driver", "value": "True"}]}
             scheduling = {"onHostMaintenance": "TERMINATE", "automaticRestart": False}
         if options.spot:
@@ -77,8 +80,8 @@ class Gcp(Launcher):
             scheduling = {**scheduling, "automaticRestart": False, **spot}
         if scheduling:
             node["scheduling"] = scheduling
-        cpus = member.cpus if member.cpus is not None else prices.cpus(options.instance)
-        gpus = member.gpus if member.gpus is not None else cards
+        cpus = member.cpus if member.cpus is not None else count_cpus(options.instance)
+        gpus = member.gpus if member.gpus is not None else instance_gpus
         return node, render.resources(member, cpus, gpus, options.instance)
 
 

@@ -1,4 +1,4 @@
-"""What is known of a cluster in a cloud, from the files that its operations leave, its instances, and Ray's table of nodes."""
+"""State of a cluster in a cloud, from the launcher's files, the instances and Ray's node table."""
 
 from __future__ import annotations
 
@@ -25,74 +25,73 @@ if TYPE_CHECKING:
     from heliostat.state.records import NodeRecord
 
 N = NodeState
-KILL_S = 10.0
-LAST_S = 20.0  # for the logs of a node that is about to end
+KILL_TIMEOUT_S = 10.0
+NODE_TIMEOUT_S = 20.0  # for a command on a node that may be terminating
 PROCESS, ANSWER, INSTANCES, ENDED = "launcher.json", "launcher-answer.json", "instances.json", "ended.json"
-LOG, LOOKED = "launcher.log", "looked.json"
-# what Ray's launcher writes on an instance while it sets it up
+LOG, OBSERVED = "launcher.log", "looked.json"
+# states of the tag that Ray's launcher sets while it sets up an instance
 STATUS = {
     None: (N.ALLOCATED, "its instance starts"),
     "uninitialized": (N.ALLOCATED, "its instance starts"),
     "waiting-for-ssh": (N.ALLOCATED, "waits for ssh"),
-    "syncing-files": (N.STARTING, "files are copied there"),
-    "setting-up": (N.STARTING, "its environment is made, and Ray started"),
-    "update-failed": (N.STARTING, "its set-up failed"),
-    "up-to-date": (N.STARTING, "waits for Ray to have it"),
+    "syncing-files": (N.STARTING, "files are copied"),
+    "setting-up": (N.STARTING, "its environment is set up"),
+    "update-failed": (N.STARTING, "its setup failed"),
+    "up-to-date": (N.STARTING, "waits for Ray's node table"),
 }
-_RENAMED = (("message", "what"), ("cause", "because"))  # older versions wrote the second names
-FAILED = "New status: update-failed"
-# of Ray's launcher and of ssh, around what somebody has to say
-NOISE = ("Cluster:", "File Mount:", "Checking ", "AWS config", "No head node found", "Usage stats", "Acquiring ", "<1/1>",
+_FIELDS = (("message", "what"), ("cause", "because"))  # older versions wrote the second names
+SETUP_FAILED = "New status: update-failed"
+# lines of Ray's launcher and of ssh that are no output of the instance
+LAUNCHER_PREFIXES = ("Cluster:", "File Mount:", "Checking ", "AWS config", "No head node found", "Usage stats", "Acquiring ", "<1/1>",
          "Traceback", "Exception in thread", "Shared connection", "Connection to ", "Warning: Permanently added")  # fmt: skip
 
 
-def operation(handle: Handle) -> tuple[str, str]:
-    """How the launcher fares: ("runs" | "done" | "failed", its own last words)."""
+def read_launcher_status(handle: Handle) -> tuple[str, str]:
+    """("runs" | "done" | "failed", reason) of the launcher process."""
     folder = Path(handle.detail["folder"])
     answer, process = read_json(folder / ANSWER), read_json(folder / PROCESS)
     if answer is None:
         if process is None:
-            return "runs", "it has just been asked for"
+            return "runs", "the launcher starts"
         if process_start(int(process["pid"])) == process["start"]:
             return "runs", ""
-        answer = read_json(folder / ANSWER)  # it may have ended in this moment
+        answer = read_json(folder / ANSWER)  # the process may have ended since the first read
     if answer is None:
-        return "failed", last_line(folder) or "Ray's launcher ended without a word"
+        return "failed", read_last_output(folder) or "Ray's launcher ended without an error message"
     if answer["ok"]:
         return "done", ""
-    message, cause = (answer.get(new) or answer.get(old) or "" for new, old in _RENAMED)
-    said = last_line(folder) if "setup head node" in cause else ""
+    message, cause = (answer.get(new) or answer.get(old) or "" for new, old in _FIELDS)
+    output = read_last_output(folder) if "setup head node" in cause else ""
     hint = f"; {answer['hint']}" if answer["hint"] else ""
-    return "failed", (f"{cause.rstrip('.')}: {said}" if said else cause or message) + hint
+    return "failed", (f"{cause.rstrip('.')}: {output}" if output else cause or message) + hint
 
 
-def last_line(folder: Path) -> str:
-    """The last that the other party said before the launcher gave up: Ray's own lines are indented, those of ssh and of the
-    commands on the machine are not."""
+def read_last_output(folder: Path) -> str:
+    """The last output of ssh or of the instance before the failure; Ray's own lines are indented."""
     from heliostat.backends.cloud.launcher.refusals import ANSI
 
     text = ANSI.sub(
         "", Local().read(folder / "logs" / "head" / LOG, limit=1 << 24).decode("utf-8", "replace")
     )
-    lines = [line.rstrip() for line in text.split(FAILED)[0].splitlines() if line.strip()]
-    theirs = [line for line in lines if not line.startswith((" ", *NOISE))]
-    return " / ".join(theirs[-2:])[-300:]
+    lines = [line.rstrip() for line in text.split(SETUP_FAILED)[0].splitlines() if line.strip()]
+    remote_lines = [line for line in lines if not line.startswith((" ", *LAUNCHER_PREFIXES))]
+    return " / ".join(remote_lines[-2:])[-300:]
 
 
-def names(
+def name_instances(
     handle: Handle, instances: Sequence[Json], members: Sequence[NodeRecord], before: Mapping[str, Any]
 ) -> dict[str, Json]:
-    """Each instance has a node's name, and keeps it. A type's are those of its members, then further ones by number."""
+    """The instances by node name. An instance keeps its name; a new one gets a free name of its group, else a new one."""
     named: dict[str, Json] = {}
     known = {one.get("id"): name for name, one in before.items() if one.get("id")}
-    rest = []
+    unnamed = []
     for one in instances:
         name = "head" if one["role"] == "head" else known.get(one["id"])
         if name and name not in named:
             named[name] = one
         else:
-            rest.append(one)
-    for one in rest:
+            unnamed.append(one)
+    for one in unnamed:
         group = handle.detail["groups"].get(one["type"])
         mine = [m.name for m in members if m.role == "worker" and m.group == group]
         stem = f"{group}-" if group else "w"
@@ -102,10 +101,10 @@ def names(
     return named
 
 
-def roll(
+def list_nodes(
     handle: Handle, members: Sequence[NodeRecord], named: Mapping[str, Json]
 ) -> Iterator[tuple[str, str, str | None]]:
-    """(name, role, group) of everybody that there is something to say of."""
+    """(name, role, group) of the recorded nodes and of further instances."""
     seen = set()
     for member in members:
         seen.add(member.name)
@@ -115,40 +114,44 @@ def roll(
             yield name, one["role"], handle.detail["groups"].get(one["type"])
 
 
-def judge(
+def resolve_state(
     one: Json | None,
     role: str,
     operation: str,
-    words: str,
+    failure: str,
     table: Mapping[str, Any] | None,
     before: Mapping[str, Any],
     seen: Json,
 ) -> tuple[N, str]:
+    """(state, reason) of a node. one: its instance; table: Ray's node table; seen: the instances of the cluster."""
     if operation == "failed":
-        return N.FAILED, words if role == "head" else "the head did not start"
+        return N.FAILED, failure if role == "head" else "the head did not start"
     was = N.__members__.get(str(before.get("state") or ""))
     if one is None:
         if operation == "runs":
-            return N.QUEUED, words or "waits for an instance" if role == "head" else "waits for the head"
+            return N.QUEUED, failure or "waits for an instance" if role == "head" else "waits for the head"
         if not seen["nodes"]:
             return (
                 (N.GONE, seen["ended"])
                 if seen["ended"] or role != "head"
-                else (N.FAILED, "its instance is gone")
+                else (N.FAILED, "its instance was terminated")
             )
         return (
             N.QUEUED,
-            "its instance is gone; another is made" if was is N.READY else "waits for the autoscaler",
+            "its instance was terminated and is replaced" if was is N.READY else "waits for the autoscaler",
         )
     if table is not None and one.get("internal_ip") in table:
         return N.READY, ""
     state, reason = STATUS.get(one.get("status"), (N.STARTING, str(one.get("status"))))
     if was in (N.READY, N.LOST) and before.get("id") == one["id"]:
-        return N.LOST, "Ray does not have it" if table is not None else "its head does not answer"
+        return (
+            N.LOST,
+            "Ray's node table does not list it" if table is not None else "the head does not answer",
+        )
     return state, f"{one['id']}: {reason}"
 
 
-def connection(handle: Handle, head: Json) -> Json:
+def make_connection(handle: Handle, head: Json) -> Json:
     detail, ip = handle.detail, head["internal_ip"]
     address = f"{ip}:{render.GCS_PORT}"
     env = {
@@ -171,7 +174,7 @@ def connection(handle: Handle, head: Json) -> Json:
     }
 
 
-def token(handle: Handle) -> str | None:
+def read_token(handle: Handle) -> str | None:
     try:
         return (Path(handle.detail["folder"]) / "token").read_text().strip()
     except OSError:
@@ -181,37 +184,37 @@ def token(handle: Handle) -> str | None:
 def write_instances(handle: Handle, named: Mapping[str, Json]) -> None:
     path = Path(handle.detail["folder"]) / INSTANCES
     if read_json(path) != named and path.parent.is_dir():
-        with contextlib.suppress(HeliostatError):  # looking works on a full disk
+        with contextlib.suppress(HeliostatError):  # the disk may be full
             write_atomic(path, json.dumps(named))
 
 
-def fetch(there: Ssh, home: str, known: Mapping[str, int]) -> dict[str, bytes]:
-    """The node's logs beyond what is known of each."""
+def fetch_logs(node: Ssh, home: str, known: Mapping[str, int]) -> dict[str, bytes]:
+    """New bytes of the node's logs. known: bytes read of each file."""
     import base64
 
-    words = [word for name in render.LOGS for word in (name, str(known.get(name, 0) + 1))]
-    done = there.run(["sh", "-c", render.FETCH, "sh", home, *words], timeout=LAST_S)
+    arguments = [item for name in render.LOGS for item in (name, str(known.get(name, 0) + 1))]
+    done = node.run(["sh", "-c", render.FETCH_LOGS, "sh", home, *arguments], timeout=NODE_TIMEOUT_S)
     lines = done.out.splitlines()
     return {name: base64.b64decode(data) for name, data in zip(lines[::2], lines[1::2], strict=False)}
 
 
-def end_process(handle: Handle) -> None:
-    """The launcher, by its own id, and what it started."""
+def stop_launcher(handle: Handle) -> None:
+    """Stops the launcher and its child processes, by its process id."""
     process = read_json(Path(handle.detail["folder"]) / PROCESS)
     if process is None:
         return
-    pid, deadline = int(process["pid"]), time.monotonic() + KILL_S
+    pid, deadline = int(process["pid"]), time.monotonic() + KILL_TIMEOUT_S
     for number in (signal.SIGTERM, signal.SIGKILL):
         if process_start(pid) != process["start"]:
             return
         with contextlib.suppress(OSError):
-            os.killpg(pid, number)  # it leads a group of its own
+            os.killpg(pid, number)  # the launcher leads a process group
         while process_start(pid) == process["start"] and time.monotonic() < deadline:
             time.sleep(0.1)
-        deadline = time.monotonic() + KILL_S
+        deadline = time.monotonic() + KILL_TIMEOUT_S
     if process_start(pid) == process["start"]:
         raise HeliostatError(
-            "Ray's launcher could not be ended",
-            cause=f"process {pid} is still there",
+            "Ray's launcher could not be stopped",
+            cause=f"process {pid} is still running",
             code=Code.CLOUD_LAUNCHER,
         )

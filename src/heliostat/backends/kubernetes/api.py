@@ -1,5 +1,7 @@
-"""The door to a Kubernetes API server. The official client's own library reads kubeconfig and gets credentials, whatever
-plugin makes them; what is asked is plain REST, so that unknown fields are refused and every no has its words.
+"""Client of a Kubernetes API server.
+
+The official client library reads the kubeconfig and gets credentials, also from plugins. Requests are plain REST, so that the
+server rejects unknown fields and each error keeps the server's message.
 """
 
 from __future__ import annotations
@@ -26,16 +28,16 @@ from heliostat.state.ownership import temp_directory
 if TYPE_CHECKING:
     import urllib3
 
-ASK_S = 30.0
-CONNECT_S = 5.0
-AGAIN_S = 3.0  # a server that did not take a connection is not tried again before
-WATCH_S = 55  # the server ends a watch after so long; one that is silent for longer hangs
-LABEL = "heliostat/id"  # what marks objects as ours: the cluster's id
-RAY = "/apis/ray.io/v1"
+REQUEST_TIMEOUT_S = 30.0
+CONNECT_TIMEOUT_S = 5.0
+RETRY_DELAY_S = 3.0  # no new connection to a server that did not accept one
+WATCH_TIMEOUT_S = 55  # the server ends a watch after this time
+ID_LABEL = "heliostat/id"  # label of each object of a cluster; its value is the cluster id
+RAY_API = "/apis/ray.io/v1"
 INSTALL = 'kubectl create -k "github.com/ray-project/kuberay/ray-operator/config/default?ref=v1.7.0"'
 
-# what a person's role must let them do; `doctor` asks for each, and a refusal prints it whole
-RIGHTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+# permissions that the user's role needs; `doctor` checks each, and an error prints the whole Role
+PERMISSIONS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("ray.io", "rayclusters", ("get", "list", "watch", "create", "patch", "delete")),
     ("ray.io", "rayjobs", ("get", "list", "watch", "create", "patch", "delete")),
     ("", "pods", ("get", "list", "watch", "delete")),
@@ -47,38 +49,38 @@ RIGHTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 )
 
 
-_loading = threading.Lock()  # the library keeps what it writes for a moment in one place for all
+_load_lock = threading.Lock()  # the library keeps its temporary files in one global table
 
 
-class Silent(HeliostatError):
-    """The API server does not answer, or not now: nothing is known."""
+class Unreachable(HeliostatError):
+    """The API server did not answer, or is overloaded: the state of the cluster is unknown."""
 
     code = Code.KUBERNETES_UNREACHABLE
 
 
-class NotThere(Refused):
-    """404: there is no such object."""
+class ObjectNotFound(Refused):
+    """404: the object does not exist."""
 
     code = Code.KUBERNETES_NOT_FOUND
 
 
-class InTheWay(Refused):
+class Conflict(Refused):
     """409: another object has the name, or another client changed it first."""
 
     code = Code.KUBERNETES_CONFLICT
 
 
-class Invalid(Refused):
-    """422: the object would not be valid, or a `test` of a JSON patch failed."""
+class InvalidObject(Refused):
+    """422: the object is invalid, or a `test` operation of a JSON patch failed."""
 
     code = Code.KUBERNETES_INVALID_OBJECT
 
 
-def role(namespace: str) -> str:
-    """The Role that would do, as `kubectl apply` takes it."""
+def role_manifest(namespace: str) -> str:
+    """A Role with the needed permissions, as YAML for `kubectl apply`."""
     rules = "".join(
         f'  - {{apiGroups: ["{group}"], resources: ["{resource}"], verbs: [{", ".join(verbs)}]}}\n'
-        for group, resource, verbs in RIGHTS
+        for group, resource, verbs in PERMISSIONS
     )
     return (
         "apiVersion: rbac.authorization.k8s.io/v1\nkind: Role\n"
@@ -87,8 +89,9 @@ def role(namespace: str) -> str:
 
 
 def kube_contexts(files: str) -> tuple[str | None, dict[str, str | None]]:
-    """(the current context, the namespace of each context) of a kubeconfig, or of several, as KUBECONFIG lists them: the first
-    that says a thing counts. A file that cannot be read says nothing; a current context that none of them has is none."""
+    """(current context, namespace of each context) of one or several kubeconfig files, separated as in KUBECONFIG.
+
+    The first file that defines a value wins. Unreadable files are skipped. A current context without a definition is None."""
     import yaml
 
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # a kubeconfig of many clusters is long
@@ -112,39 +115,39 @@ def kube_contexts(files: str) -> tuple[str | None, dict[str, str | None]]:
 
 
 class Api:
-    """One API server, as one user. Safe to use from several threads."""
+    """One API server, accessed as one user. Thread-safe."""
 
     def __init__(self, kubeconfig: str, context: str | None) -> None:
         self.kubeconfig, self.context, self.namespace = kubeconfig, context, "default"
-        self._again, self._last = 0.0, None  # type: float, Silent | None
+        self._retry_at, self._last_error = 0.0, None  # type: float, Unreachable | None
         self._load()
 
     def _load(self) -> None:
-        """Reads the kubeconfig, or inside a pod what the pod was given."""
+        """Reads the kubeconfig, or the service account of the pod that this process runs in."""
         try:
             from kubernetes.client.configuration import Configuration
             from kubernetes.config import incluster_config, kube_config
         except ImportError:
             raise UsageError(
-                "Kubernetes needs a package that is not here",
+                "a Python package for Kubernetes is missing",
                 cause="the official client `kubernetes` is not installed",
                 hint="pip install 'heliostat[kubernetes]'",
                 code=Code.USAGE_MISSING_PACKAGE,
             ) from None
         configuration = Configuration()
-        # for keys that are inside a kubeconfig
+        # the library writes keys that are inline in a kubeconfig to files
         private = Path(tempfile.mkdtemp(prefix="heliostat-kube-", dir=temp_directory()))
-        atexit.register(shutil.rmtree, private, ignore_errors=True)  # a plugin may make more of them later
+        atexit.register(shutil.rmtree, private, ignore_errors=True)  # a plugin may write more files later
         paths = [os.path.abspath(os.path.expanduser(p)) for p in self.kubeconfig.split(os.pathsep) if p]
         try:
             if not any(map(os.path.exists, paths)) and os.environ.get("KUBERNETES_SERVICE_HOST"):
                 incluster_config.load_incluster_config(client_configuration=configuration)
-                place = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
-                self.context, self.namespace = None, place.read_text().strip()
+                path = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+                self.context, self.namespace = None, path.read_text().strip()
             else:
                 self.kubeconfig = os.pathsep.join(paths)
-                # of several files the first that names one counts, as for kubectl; for this library it is the last
-                self._choose(self.context or kube_contexts(self.kubeconfig)[0])
+                # kubectl uses the first current-context of several files; this library uses the last
+                self._choose_context(self.context or kube_contexts(self.kubeconfig)[0])
                 kube_config.load_kube_config(
                     self.kubeconfig,
                     self.context,
@@ -154,31 +157,31 @@ class Api:
                 )
             self._configuration = configuration
             self.server = str(configuration.host).rstrip("/")
-            self.tls = _tls(configuration) if self.server.startswith("https:") else None
+            self.tls = _make_tls_context(configuration) if self.server.startswith("https:") else None
         except UsageError:
             raise
-        except Exception as error:  # a file may be broken in any way
+        except Exception as error:  # the library raises many types for a broken file
             raise UsageError(
-                "there is no Kubernetes cluster to talk to",
+                "the kubeconfig cannot be used",
                 cause=" ".join(str(error).split())[:300] or type(error).__name__,
                 details=os.pathsep.join(paths),
                 hint="set KUBECONFIG, or `kubernetes: {kubeconfig: FILE}` in the file",
                 code=Code.KUBERNETES_NO_KUBECONFIG,
             ) from None
         finally:
-            kube_config._cleanup_temp_files()  # they are read by now
+            kube_config._cleanup_temp_files()  # the files were read above
             shutil.rmtree(private, ignore_errors=True)
         self.tls_name = getattr(configuration, "tls_server_name", None)
         self.pool = self._make_pool()
 
-    def _choose(self, context: str | None) -> None:
+    def _choose_context(self, context: str | None) -> None:
         from kubernetes.config import kube_config
 
         known, active = kube_config.list_kube_config_contexts(self.kubeconfig)
         chosen = next((c for c in known if c["name"] == context), None) if context else active
         if chosen is None:
             raise UsageError(
-                f"there is no context `{context}`",
+                f"unknown Kubernetes context `{context}`",
                 cause=f"{self.kubeconfig} has {', '.join(c['name'] for c in known)}",
                 hint=f"kubernetes: {{context: {known[0]['name']}}}" if known else "",
                 code=Code.KUBERNETES_UNKNOWN_CONTEXT,
@@ -189,36 +192,36 @@ class Api:
     def _make_pool(self) -> urllib3.PoolManager:
         import urllib3
 
-        again = urllib3.Retry(
+        retry = urllib3.Retry(
             total=5, connect=1, read=1, backoff_factor=0.3, backoff_jitter=0.3, allowed_methods=None,
             status_forcelist=(429, 500, 502, 503, 504), raise_on_status=False,
         )  # fmt: skip
-        words: dict[str, Any] = {"retries": again, "maxsize": 8}
+        message: dict[str, Any] = {"retries": retry, "maxsize": 8}
         if self.tls:
-            words["ssl_context"] = self.tls
+            message["ssl_context"] = self.tls
             name = self.tls_name
-            words.update({"server_hostname": name, "assert_hostname": name} if name else {})
+            message.update({"server_hostname": name, "assert_hostname": name} if name else {})
         proxy = self._configuration.proxy
-        return urllib3.ProxyManager(proxy, **words) if proxy else urllib3.PoolManager(**words)
+        return urllib3.ProxyManager(proxy, **message) if proxy else urllib3.PoolManager(**message)
 
     def authorization(self) -> dict[str, str]:
-        """The header that says who we are; a token that has run out is made anew."""
+        """The authorization header; the library renews an expired token."""
         try:
             settings = self._configuration.auth_settings().values()
-        except Exception as error:  # a credential plugin may fail in any way
-            raise self._nobody(str(error)) from None
+        except Exception as error:  # a credential plugin may raise any type
+            raise self._unauthorized(str(error)) from None
         return {str(one["key"]).title(): one["value"] for one in settings if one["value"]}
 
-    def _nobody(self, words: str) -> Refused:
+    def _unauthorized(self, message: str) -> Refused:
         return Refused(
-            f"the Kubernetes cluster `{self.context}` does not know you",
-            cause=" ".join(words.split())[:300] or "Unauthorized",
+            f"the Kubernetes cluster `{self.context}` rejected your credentials",
+            cause=" ".join(message.split())[:300] or "Unauthorized",
             details=self.server,
-            hint="log in to it again, as for kubectl",
+            hint="log in again, as for kubectl",
             code=Code.KUBERNETES_UNAUTHORIZED,
         )
 
-    # -- questions
+    # -- requests
 
     def call(
         self,
@@ -229,7 +232,7 @@ class Api:
         query: Mapping[str, Any] | None = None,
         kind: str = "application/json",
     ) -> Any:
-        """The answer's document, or its text where it is none."""
+        """The response as a JSON document, or as text if it is not JSON."""
         data = self.raw(method, path, body, query=query, kind=kind)
         try:
             return json.loads(data)
@@ -237,23 +240,23 @@ class Api:
             return data.decode("utf-8", "replace")
 
     def delete(self, path: str, uid: str, **options: Any) -> None:
-        """Deletes this one object. One that is gone, or whose name another object has by now, is left alone.
+        """Deletes the object with this uid; does nothing if it is deleted or another object has its name.
 
-        The options are the request's body: where there is one, the server ignores those of the query."""
+        The options are in the request's body, because the server ignores the query if there is a body."""
         body = {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": {"uid": uid}, **options}
         try:
             self.call("DELETE", path, body)
-        except NotThere:
+        except ObjectNotFound:
             return
-        except InTheWay:
-            if self.uid_of(path) == uid:
+        except Conflict:
+            if self.fetch_uid(path) == uid:
                 raise
 
-    def uid_of(self, path: str) -> str | None:
-        """The uid of the object that has this path now; None: there is none."""
+    def fetch_uid(self, path: str) -> str | None:
+        """The uid of the object at this path; None if there is no object."""
         try:
             return str(self.call("GET", path)["metadata"]["uid"])
-        except NotThere:
+        except ObjectNotFound:
             return None
 
     def raw(
@@ -264,7 +267,7 @@ class Api:
         *,
         query: Mapping[str, Any] | None = None,
         kind: str = "application/json",
-        seconds: float = ASK_S,
+        seconds: float = REQUEST_TIMEOUT_S,
     ) -> bytes:
         for last in (False, True):
             answer = self._send(method, path, body, query, kind, seconds)
@@ -272,10 +275,10 @@ class Api:
                 data = self._read(answer)
             if answer.status != 401 or last:
                 break
-            with _loading:  # whoever gave us our credentials may have new ones
+            with _load_lock:  # the kubeconfig may have new credentials
                 self._load()
         if answer.status >= 400:
-            raise self.said_no(method, path, answer.status, data)
+            raise self.error_from_response(method, path, answer.status, data)
         return data
 
     def _read(self, answer: urllib3.BaseHTTPResponse) -> bytes:
@@ -284,7 +287,7 @@ class Api:
         try:
             return answer.read()
         except urllib3.exceptions.HTTPError as error:
-            raise self.silent(error) from None
+            raise self.unreachable_error(error) from None
 
     def _send(
         self,
@@ -301,9 +304,9 @@ class Api:
         headers = {**self.authorization(), "Accept": "application/json, */*", "User-Agent": "heliostat"}
         if body is not None:
             headers["Content-Type"] = kind
-        timeout = urllib3.Timeout(connect=CONNECT_S, read=seconds)
-        if time.monotonic() < self._again:  # one command asks several times: it need not wait each time
-            raise self._last or self.silent(ConnectionError())
+        timeout = urllib3.Timeout(connect=CONNECT_TIMEOUT_S, read=seconds)
+        if time.monotonic() < self._retry_at:  # a command sends several requests: only the first waits
+            raise self._last_error or self.unreachable_error(ConnectionError())
         try:
             return self.pool.request(
                 method,
@@ -314,92 +317,96 @@ class Api:
                 preload_content=False,
             )
         except urllib3.exceptions.HTTPError as error:
-            self._last = self.silent(error)
+            self._last_error = self.unreachable_error(error)
             late = isinstance(getattr(error, "reason", error), urllib3.exceptions.ConnectTimeoutError)
-            self._again = time.monotonic() + (AGAIN_S if late else 0.0)
-            raise self._last from None
+            self._retry_at = time.monotonic() + (RETRY_DELAY_S if late else 0.0)
+            raise self._last_error from None
 
-    def silent(self, error: Exception) -> Silent:
+    def unreachable_error(self, error: Exception) -> Unreachable:
         reason = getattr(error, "reason", None) or error
-        words = re.sub(r"^<[^>]*>: |HTTPS?ConnectionPool\([^)]*\): |^\([^)]*,\s*", "", str(reason))
-        return Silent(
+        message = re.sub(r"^<[^>]*>: |HTTPS?ConnectionPool\([^)]*\): |^\([^)]*,\s*", "", str(reason))
+        return Unreachable(
             f"the Kubernetes cluster `{self.context}` does not answer",
-            cause=" ".join(words.split())[:300],
+            cause=" ".join(message.split())[:300],
             details=self.server,
             hint="kubectl cluster-info",
         )
 
     def watch(self, path: str, query: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """What changes from the given version on, until the server ends it. Refused (410): it does not remember so far back."""
+        """Events from the given resource version on, until the server ends the watch. Refused (410): the version is too old."""
         import urllib3
 
-        wanted = {**query, "watch": "1", "allowWatchBookmarks": "true", "timeoutSeconds": WATCH_S}
-        answer = self._send("GET", path, None, wanted, "", WATCH_S + 10)
+        wanted = {**query, "watch": "1", "allowWatchBookmarks": "true", "timeoutSeconds": WATCH_TIMEOUT_S}
+        answer = self._send("GET", path, None, wanted, "", WATCH_TIMEOUT_S + 10)
         with contextlib.closing(answer):
             if answer.status >= 400:
-                raise self.said_no("GET", path, answer.status, self._read(answer))
-            rest = b""
+                raise self.error_from_response("GET", path, answer.status, self._read(answer))
+            partial = b""
             try:
                 for chunk in answer.stream(1 << 16, decode_content=True):
-                    *lines, rest = (rest + chunk).split(b"\n")
+                    *lines, partial = (partial + chunk).split(b"\n")
                     for line in filter(None, lines):
                         event = json.loads(line)
                         if event["type"] == "ERROR":
                             code = int(event["object"].get("code") or 500)
-                            raise self.said_no("GET", path, code, line)
+                            raise self.error_from_response("GET", path, code, line)
                         yield event
             except (urllib3.exceptions.HTTPError, ValueError) as error:
-                raise self.silent(error) from None
+                raise self.unreachable_error(error) from None
 
-    # -- a no
+    # -- errors
 
-    def said_no(self, method: str, path: str, status: int, data: bytes) -> HeliostatError:
+    def error_from_response(self, method: str, path: str, status: int, data: bytes) -> HeliostatError:
         try:
             found = json.loads(data)
         except ValueError:
             found = None
         document = found.get("object", found) if isinstance(found, dict) else {}
         document = document if isinstance(document, dict) else {}
-        words = str(document.get("message") or data.decode("utf-8", "replace").strip())[:600]
+        message = str(document.get("message") or data.decode("utf-8", "replace").strip())[:600]
         details = f"{method} {path} answered {status}"
         if status == 401:
-            return self._nobody(words)
+            return self._unauthorized(message)
         if status == 403:
-            return self._forbidden(words, details)
+            return self._forbidden(message, details)
         if status == 404 and path.startswith("/apis/ray.io") and not document.get("details"):
             return Refused(
                 "KubeRay is not installed in this Kubernetes cluster",
-                cause="it has no RayCluster: its API server does not know `ray.io/v1`",
+                cause="the API server has no `ray.io/v1`, the API group of RayCluster",
                 details=details,
-                hint=f"whoever runs the cluster types: {INSTALL}",
+                hint=f"ask the administrator of the cluster to run: {INSTALL}",
                 code=Code.KUBERNETES_NO_KUBERAY,
             )
         if status in (429, 500, 502, 503, 504):
-            return Silent(
-                f"the Kubernetes cluster `{self.context}` cannot answer now", cause=words, details=details
+            return Unreachable(
+                f"the Kubernetes cluster `{self.context}` is overloaded or restarting",
+                cause=message,
+                details=details,
             )
-        kinds: dict[int, type[HeliostatError]] = {404: NotThere, 409: InTheWay, 422: Invalid}
+        kinds: dict[int, type[HeliostatError]] = {404: ObjectNotFound, 409: Conflict, 422: InvalidObject}
         if kind := kinds.get(status):
-            return kind("Kubernetes said no", cause=words, details=details)
-        return Refused("Kubernetes said no", cause=words, details=details, code=Code.KUBERNETES_REJECTED)
+            return kind("Kubernetes rejected the request", cause=message, details=details)
+        return Refused(
+            "Kubernetes rejected the request", cause=message, details=details, code=Code.KUBERNETES_REJECTED
+        )
 
-    def _forbidden(self, words: str, details: str) -> Refused:
-        found = re.search(r'cannot (\S+) resource "([^"]+)"(?:.*in the namespace "([^"]+)")?', words)
-        if found is None:  # a quota, an admission webhook
-            code = Code.KUBERNETES_QUOTA if "exceeded quota" in words else Code.KUBERNETES_ADMISSION
-            return Refused("Kubernetes said no", cause=words, details=details, code=code)
+    def _forbidden(self, message: str, details: str) -> Refused:
+        found = re.search(r'cannot (\S+) resource "([^"]+)"(?:.*in the namespace "([^"]+)")?', message)
+        if found is None:  # a quota or an admission webhook, not the user's role
+            code = Code.KUBERNETES_QUOTA if "exceeded quota" in message else Code.KUBERNETES_ADMISSION
+            return Refused("Kubernetes rejected the request", cause=message, details=details, code=code)
         verb, resource, namespace = found.groups()
         where = f" in the namespace `{namespace}`" if namespace else ""
         return AccessDenied(
             f"your role may not {verb} `{resource}`{where}",
-            cause=words,
+            cause=message,
             details=details,
-            hint="whoever runs the cluster gives you this Role (kubectl apply -f, and a RoleBinding to you):",
-            attachment=role(namespace or self.namespace),
+            hint="ask the administrator of the cluster for this Role (kubectl apply -f) and a RoleBinding to you:",
+            attachment=role_manifest(namespace or self.namespace),
             code=Code.KUBERNETES_RBAC_FORBIDDEN,
         )
 
-    # -- the way to a service
+    # -- address, for the proxy
 
     @property
     def address(self) -> tuple[str, int]:
@@ -408,12 +415,12 @@ class Api:
 
     @property
     def prefix(self) -> str:
-        """Of every path: some servers are reached below one (Rancher)."""
+        """Path prefix of the server's URL (used by Rancher)."""
         return urlsplit(self.server).path
 
 
 def connect(kubeconfig: str | None = None, context: str | None = None) -> Api:
-    with _loading:
+    with _load_lock:
         return _connect(kubeconfig or os.environ.get("KUBECONFIG") or "~/.kube/config", context)
 
 
@@ -422,8 +429,8 @@ def _connect(kubeconfig: str, context: str | None) -> Api:
     return Api(kubeconfig, context)
 
 
-def _tls(configuration: Any) -> ssl.SSLContext:
-    """One context for everything; the key's file is read here, once."""
+def _make_tls_context(configuration: Any) -> ssl.SSLContext:
+    """One TLS context for all connections; reads the key file once."""
     context = ssl.create_default_context(cafile=configuration.ssl_ca_cert)
     if not configuration.verify_ssl:
         context.check_hostname = False

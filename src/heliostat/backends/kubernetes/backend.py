@@ -1,7 +1,7 @@
-"""A Kubernetes namespace with KubeRay: one RayCluster is the cluster, and the operator makes its nodes.
+"""The Kubernetes backend: a cluster is one RayCluster, and KubeRay's operator creates its nodes.
 
-For a `run` it is a RayJob in InteractiveMode: we hand the job to Ray ourselves, so that this folder goes along and output and
-exit code come back whole, and the operator ends the cluster after the job even where this computer is gone by then.
+A `run` is a RayJob in InteractiveMode. Heliostat submits the job to Ray, with the working directory, and reads output and exit
+code. The operator deletes the cluster after the job even if this computer is off by then.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from heliostat.backends.base import (
     Step,
 )
 from heliostat.backends.kubernetes import api as kube
+from heliostat.backends.kubernetes import states
 from heliostat.backends.kubernetes.checks import QUESTIONS, checks
-from heliostat.backends.kubernetes.logs import pod_logs, run_in_pod
+from heliostat.backends.kubernetes.logs import read_pod_logs, run_in_pod
 from heliostat.backends.kubernetes.options import Options
-from heliostat.backends.kubernetes.states import PLAIN, absent, judge_object, name_pods, tell_pod
-from heliostat.backends.kubernetes.watch import Cluster
+from heliostat.backends.kubernetes.watch import Cluster, Object
 from heliostat.common.errors import Code, DeadlineError, HeliostatError, NotFoundError, Refused, UsageError
 from heliostat.remote.transport import Completed
 from heliostat.state.states import NodeState
@@ -43,12 +43,12 @@ if TYPE_CHECKING:
     from heliostat.state.records import NodeRecord
 
 N = NodeState
-END_S = 180.0  # a pod has 30 s to end, and a busy operator is slow
+DELETE_TIMEOUT_S = 180.0  # a pod has 30 s to terminate, and a busy operator is slow
 GRACE_S = 10.0  # from SIGTERM to SIGKILL at the time limit of a `run`
-OPERATOR_S = 20.0  # an operator that has not looked by then may not be there
-TABLE_S = 5.0  # between two looks at Ray's node table when nothing is expected to change
+OPERATOR_TIMEOUT_S = 20.0  # the operator may not run if it has not processed an object by then
+TABLE_CACHE_S = 5.0  # between two reads of Ray's node table while all nodes are ready
 DASHBOARD = 8265
-# a program that is not there has no exit code for the kubelet, but one for a shell; KubeRay starts Ray by this one
+# the kubelet reports no exit code for a missing program, a shell does; KubeRay starts Ray by this shell
 SHELL = ("/bin/bash", "-c", 'exec "$@"', "bash")
 PLURALS = {"RayCluster": "rayclusters", "RayJob": "rayjobs"}
 
@@ -68,7 +68,7 @@ class Kubernetes(Platform):
         table = spec.backend_tables.get(self.name, {})
         kube.connect(
             table.get("kubeconfig"), table.get("context")
-        )  # raises without the package or a kubeconfig
+        )  # raises if it lacks package or kubeconfig
 
     def plan(self, request: LaunchRequest) -> Plan:
         import yaml
@@ -77,7 +77,7 @@ class Kubernetes(Platform):
 
         command = request.config.get("command")
         groups = {str(name): options for name, options in request.group_options.items()}
-        document = manifest.manifest(
+        document = manifest.render_manifest(
             request.spec,
             request.options,
             groups,
@@ -85,12 +85,13 @@ class Kubernetes(Platform):
             run=command is not None,
             detached=bool(command and command.get("detached")),
         )
-        manifest.refuse(document)
+        manifest.check_manifest(document)
         text = yaml.safe_dump(document, sort_keys=False, width=110)
         path = request.folder / "manifest.yaml"
-        words = ["kubectl", *(("--context", request.options.context) if request.options.context else ())]
-        step = Step((*words, "create", "-f", path.as_posix()), tuple(m.name for m in request.members))
-        return Plan((File(path, text),), (step,), tuple(manifest.notes(request.spec, command is not None)))
+        kubectl = ["kubectl", *(("--context", request.options.context) if request.options.context else ())]
+        step = Step((*kubectl, "create", "-f", path.as_posix()), tuple(m.name for m in request.members))
+        notes = tuple(manifest.list_notes(request.spec, command is not None))
+        return Plan((File(path, text),), (step,), notes)
 
     # -- starting and ending
 
@@ -98,43 +99,43 @@ class Kubernetes(Platform):
         import yaml
 
         document = yaml.safe_load(plan.files[0].text)
-        options, mark = request.options, request.config["id"]
+        options, cluster_id = request.options, request.config["id"]
         api = kube.connect(options.kubeconfig, options.context)
         namespace = options.namespace or api.namespace
         kind, name = document["kind"], document["metadata"]["name"]
-        place = _place(namespace, kind)
+        path = _collection_path(namespace, kind)
         try:
-            made = api.call("POST", place, document, query={"fieldValidation": "Strict"})
-        except kube.InTheWay as error:
-            made = api.call("GET", f"{place}/{name}")  # ours, where an answer was lost on the way
-            if made["metadata"].get("labels", {}).get(kube.LABEL) != mark:
+            obj = api.call("POST", path, document, query={"fieldValidation": "Strict"})
+        except kube.Conflict as error:
+            obj = api.call("GET", f"{path}/{name}")  # ours, if an earlier response was lost
+            if obj["metadata"].get("labels", {}).get(kube.ID_LABEL) != cluster_id:
                 raise HeliostatError(
                     f"the name `{name}` is in use in the namespace `{namespace}`",
                     cause=error.cause,
                     hint="choose another with --name, or another namespace",
                     code=Code.KUBERNETES_CONFLICT,
                 ) from None
-        handle = _handle(api, namespace, made, plan.steps[0].nodes)
-        if kind == "RayJob" and request.spec.time:  # by our own clock: the server's may differ
+        handle = _handle(api, namespace, obj, plan.steps[0].nodes)
+        if kind == "RayJob" and request.spec.time:  # by the local clock: the server's may differ
             limit = {"limit": request.spec.time, "until": time.time() + request.spec.time}
             handle = replace(handle, detail={**handle.detail, **limit})
         yield handle
 
-    def find_orphans(self, mark: str | None, spec: ClusterSpec, host: Transport) -> list[Handle]:
+    def find_orphans(self, cluster_id: str | None, spec: ClusterSpec, host: Transport) -> list[Handle]:
         from heliostat.config.members import members
 
         table = spec.backend_tables.get(self.name, {})
         api = kube.connect(table.get("kubeconfig"), table.get("context"))
         namespace = table.get("namespace") or api.namespace
-        selector = f"{kube.LABEL}={mark}" if mark else kube.LABEL
+        selector = f"{kube.ID_LABEL}={cluster_id}" if cluster_id else kube.ID_LABEL
         found = []
         for kind in PLURALS:
-            listed = api.call("GET", _place(namespace, kind), query={"labelSelector": selector})
+            listed = api.call("GET", _collection_path(namespace, kind), query={"labelSelector": selector})
             found += [
                 _handle(api, namespace, {"kind": kind, **item}, tuple(m.name for m in members(spec)))
                 for item in listed["items"]
-                if item["metadata"]["name"]
-                == spec.cluster_name  # a copy under another name has our label too
+                # a copy under another name has our label too
+                if item["metadata"]["name"] == spec.cluster_name
             ]
         return found
 
@@ -144,12 +145,12 @@ class Kubernetes(Platform):
     def _observe(self, handle: Handle) -> Observation:
         cluster = self._cluster(handle)
         try:
-            made = cluster.fetch()
+            obj = cluster.fetch()
         except HeliostatError as error:
             return Observation(N.UNKNOWN, str(error))
-        if made is None:
-            return Observation(N.GONE, "somebody has deleted it")
-        return judge_object(made, cluster.exists, int(handle.detail["launch"]))
+        if obj is None:
+            return Observation(N.GONE, "the object was deleted")
+        return states.resolve_object_state(obj, cluster.ray_cluster_exists, int(handle.detail["launch"]))
 
     def cancel(self, handles: Sequence[Handle], host: Transport, *, now: bool = False) -> None:
         for handle in handles:
@@ -159,83 +160,85 @@ class Kubernetes(Platform):
             self._wait_gone(handle, now)
 
     def _delete(self, handle: Handle, now: bool) -> None:
-        """By uid: somebody may have deleted ours and made another object of that name."""
+        """Deletes by uid: another object may have the name by now."""
         api, cluster = _api(handle), self._cluster(handle)
         pods = cluster.remaining_pods() if now else []
         api.delete(cluster.path, cluster.uid, propagationPolicy="Background")
         for pod in pods:
-            place = f"/api/v1/namespaces/{cluster.namespace}/pods/{pod['metadata']['name']}"
-            api.delete(place, str(pod["metadata"]["uid"]), gracePeriodSeconds=0)
+            path = f"/api/v1/namespaces/{cluster.namespace}/pods/{pod['metadata']['name']}"
+            api.delete(path, str(pod["metadata"]["uid"]), gracePeriodSeconds=0)
 
     def _wait_gone(self, handle: Handle, now: bool) -> None:
-        cluster, deadline, pause = self._cluster(handle), time.monotonic() + END_S, 0.1
+        cluster, deadline, pause = self._cluster(handle), time.monotonic() + DELETE_TIMEOUT_S, 0.1
         while True:
-            made, pods = cluster.fetch(), cluster.remaining_pods()
-            if made is None and not pods:
+            obj, pods = cluster.fetch(), cluster.remaining_pods()
+            if obj is None and not pods:
                 return
             if time.monotonic() > deadline:
-                raise _still_there(handle, made, pods, now)
+                raise _objects_left_error(handle, obj, pods, now)
             time.sleep(pause)
             pause = min(1.0, pause * 1.5)
 
     def collect_logs(self, handles: Sequence[Handle], folder: Path) -> list[str]:
-        """The RayJob of a `run` that ended by itself stays, as the record of it; ours is here."""
+        """Deletes the RayJob of an ended `run`: the logs and the record are local."""
         for handle in handles:
             if handle.detail["object"] == "RayJob":
                 try:
                     self._delete(handle, False)
                 except HeliostatError as error:
-                    return [f"`{handle.native_id}` is still there: {error}"]
+                    return [f"`{handle.native_id}` was not deleted: {error}"]
         return []
 
-    # -- how it is
+    # -- status
 
     def platform_status(
         self, handle: Handle, nodes: Sequence[NodeRecord], before: Mapping[str, Any], host: Transport
     ) -> PlatformStatus:
         cluster = self._cluster(handle)
-        made, pods = cluster.look()
-        if made is None:
-            return PlatformStatus(before)  # whoever observes it says that it is gone
-        named = name_pods(nodes, pods, before)
-        token = self._token(handle, cluster, made)
-        alive = self._table(handle, cluster, named, before, token)
+        obj, pods = cluster.observe()
+        if obj is None:
+            return PlatformStatus(before)  # `observe` reports that it is gone
+        named = states.name_pods(nodes, pods, before)
+        token = self._read_token(handle, cluster, obj)
+        alive = self._read_alive_addresses(handle, cluster, named, before, token)
         events = cluster.warnings() if None in named.values() else []
-        own = {node.name for node in nodes} if not made["spec"].get("suspend") else set()
-        told: dict[str, Mapping[str, Any]] = {}
+        replaced = {node.name for node in nodes} if not obj["spec"].get("suspend") else set()
+        statuses: dict[str, Mapping[str, Any]] = {}
         for name, pod in named.items():
             if pod is None:
                 node = next(node for node in nodes if node.name == name)
-                told[name] = {**self._absent(made, events), "role": node.role, "group": node.group}
+                status = self._missing_pod_status(obj, events)
+                statuses[name] = {**status, "role": node.role, "group": node.group}
             else:
-                told[name] = tell_pod(
-                    pod, alive, before.get(name) or {}, replaced=name in own, now=time.time()
+                statuses[name] = states.resolve_pod_status(
+                    pod, alive, before.get(name) or {}, replaced=name in replaced, now=time.time()
                 )
-        return PlatformStatus(told, self._connection(cluster, made, told, alive), token)
+        return PlatformStatus(statuses, self._make_connection(cluster, obj, statuses), token)
 
-    def _absent(self, made: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-        if made["spec"].get("suspend"):
-            if "kueue.x-k8s.io/queue-name" in (made["metadata"].get("labels") or {}):
-                return {"state": "QUEUED", "reason": "Kueue holds it in its queue"}
-            return {"state": "SUSPENDED", "reason": "put away; `heliostat up` brings it back"}
-        since = datetime.fromisoformat(made["metadata"]["creationTimestamp"].replace("Z", "+00:00"))
-        seen = (made.get("status") or {}).get("observedGeneration") or made["kind"] == "RayJob"
-        state, reason = absent(events, bool(seen), time.time() - since.timestamp() > OPERATOR_S)
+    def _missing_pod_status(self, obj: Object, events: Sequence[Object]) -> dict[str, str]:
+        if obj["spec"].get("suspend"):
+            if "kueue.x-k8s.io/queue-name" in (obj["metadata"].get("labels") or {}):
+                return {"state": "QUEUED", "reason": "queued by Kueue"}
+            return {"state": "SUSPENDED", "reason": "suspended; `heliostat up` resumes it"}
+        since = datetime.fromisoformat(obj["metadata"]["creationTimestamp"].replace("Z", "+00:00"))
+        seen = (obj.get("status") or {}).get("observedGeneration") or obj["kind"] == "RayJob"
+        is_late = time.time() - since.timestamp() > OPERATOR_TIMEOUT_S
+        state, reason = states.resolve_missing_pod(events, bool(seen), is_late)
         return {"state": state, "reason": reason}
 
-    def _token(self, handle: Handle, cluster: Cluster, made: Mapping[str, Any]) -> str | None:
-        """The operator makes it, in a Secret with the cluster's name."""
-        name = cluster.ray_name(made)
-        if cluster.token is None and name and cluster.authenticated(made):
+    def _read_token(self, handle: Handle, cluster: Cluster, obj: Mapping[str, Any]) -> str | None:
+        """The token, from the Secret that the operator creates with the cluster's name."""
+        name = cluster.ray_name(obj)
+        if cluster.token is None and name and cluster.check_token_required(obj):
             try:
-                place = f"/api/v1/namespaces/{cluster.namespace}/secrets/{name}"
-                secret = _api(handle).call("GET", place)
+                path = f"/api/v1/namespaces/{cluster.namespace}/secrets/{name}"
+                secret = _api(handle).call("GET", path)
                 cluster.token = base64.b64decode(secret["data"]["auth_token"]).decode()
-            except (kube.NotThere, KeyError):
-                return None  # not made yet
+            except (kube.ObjectNotFound, KeyError):
+                return None  # not created yet
         return cluster.token
 
-    def _table(
+    def _read_alive_addresses(
         self,
         handle: Handle,
         cluster: Cluster,
@@ -243,65 +246,61 @@ class Kubernetes(Platform):
         before: Mapping[str, Any],
         token: str | None,
     ) -> frozenset[str] | None:
-        """The addresses in Ray's node table, asked for only where something may have changed."""
+        """The addresses in Ray's node table; cached while all nodes are ready. None if Ray does not answer."""
         running = {
             name: pod["metadata"]["name"]
             for name, pod in named.items()
             if pod and (pod.get("status") or {}).get("phase") == "Running"
         }
-        if "head" not in running or (token is None and cluster.asks_token):
+        if "head" not in running or (token is None and cluster.requires_token):
             return None
         ready = {n: w.get("id") for n, w in before.items() if w.get("state") == "READY"}
         at, known = self._tables.get(cluster.uid, (0.0, None))
-        if known is not None and time.monotonic() - at < TABLE_S and ready == running:
+        if known is not None and time.monotonic() - at < TABLE_CACHE_S and ready == running:
             return known
         try:
-            found = frozenset(str(node["ip"]) for node in self._ray(handle, token).nodes())
+            found = frozenset(str(node["ip"]) for node in self._connect_ray(handle, token).nodes())
         except Refused:
-            raise  # a right that is lacking, or credentials that have run out: nothing gets better by waiting
+            raise  # missing permissions or expired credentials: waiting does not help
         except HeliostatError:
             found = None
         self._tables[cluster.uid] = (time.monotonic(), found)
         return found
 
-    def _ray(self, handle: Handle, token: str | None) -> RayApi:
+    def _connect_ray(self, handle: Handle, token: str | None) -> RayApi:
         from heliostat.remote.ray_client import RayApi
 
-        way = _Way(self, handle)
-        host, port = way.forward("127.0.0.1", DASHBOARD)
-        return RayApi(host, port, token, name=handle.native_id, proxy_error=way.proxy_error)
+        transport = ServiceTransport(self, handle)
+        host, port = transport.forward("127.0.0.1", DASHBOARD)
+        return RayApi(host, port, token, name=handle.native_id, proxy_error=transport.proxy_error)
 
-    def _connection(
-        self,
-        cluster: Cluster,
-        made: Mapping[str, Any],
-        told: Mapping[str, Mapping[str, Any]],
-        alive: frozenset[str] | None,
+    def _make_connection(
+        self, cluster: Cluster, obj: Object, statuses: Mapping[str, Object]
     ) -> dict[str, Any] | None:
-        head = next((words for words in told.values() if words["role"] == "head"), {})
+        head = next((status for status in statuses.values() if status["role"] == "head"), {})
         if head.get("state") != "READY":
             return None
-        address = f"ray://{cluster.service(made)}.{cluster.namespace}.svc:10001"
-        mode = "token" if cluster.asks_token else "disabled"
+        address = f"ray://{cluster.service(obj)}.{cluster.namespace}.svc:10001"
+        mode = "token" if cluster.requires_token else "disabled"
         env = {"RAY_ADDRESS": address, "HELIOSTAT_HEAD_IP": head.get("ip"), "RAY_AUTH_MODE": mode}
-        if cluster.asks_token:
-            env["RAY_AUTH_TOKEN_PATH"] = ""  # the file here is put in its place
-        version = cluster.ray_spec(made).get("rayVersion")
+        if cluster.requires_token:
+            env["RAY_AUTH_TOKEN_PATH"] = ""  # the caller sets the path of the local file
+        version = cluster.ray_spec(obj).get("rayVersion")
         return {"schema": 1, "address": address, "dashboard_port": DASHBOARD, "ray": version, "env": env}
 
-    # -- changing it
+    # -- changes
 
     def resize(self, handle: Handle, workers: Mapping[str | None, int], host: Transport) -> None:
         cluster = self._cluster(handle)
-        made = cluster.fetch()
-        groups = cluster.ray_spec(made or {}).get("workerGroupSpecs") or []
+        obj = cluster.fetch()
+        groups = cluster.ray_spec(obj or {}).get("workerGroupSpecs") or []
         where = "/spec/rayClusterSpec" if handle.detail["object"] == "RayJob" else "/spec"
         patch = []
         for index, group in enumerate(groups):
-            name = None if group["groupName"] == PLAIN else group["groupName"]
+            name = None if group["groupName"] == states.DEFAULT_GROUP else group["groupName"]
             if name in workers:
                 path = f"{where}/workerGroupSpecs/{index}"
-                # a list is patched by position: somebody may have changed it meanwhile
+                # a patch addresses list items by position, which another client may have changed
                 patch.append({"op": "test", "path": f"{path}/groupName", "value": group["groupName"]})
                 patch += [
                     {"op": "add", "path": f"{path}/{key}", "value": workers[name]}
@@ -320,68 +319,70 @@ class Kubernetes(Platform):
         self._tables.pop(str(handle.detail["uid"]), None)
 
     def _patch(self, handle: Handle, patch: list[dict[str, Any]]) -> None:
-        """All of it, or nothing where the object is not ours any more: the server itself tests the uid."""
+        """Applies the whole patch, or nothing if the object was replaced: the server tests the uid."""
         api, cluster = _api(handle), self._cluster(handle)
-        whole = [{"op": "test", "path": "/metadata/uid", "value": cluster.uid}, *patch]
+        guarded = [{"op": "test", "path": "/metadata/uid", "value": cluster.uid}, *patch]
         query = {"fieldValidation": "Strict"}
         try:
-            api.call("PATCH", cluster.path, whole, query=query, kind="application/json-patch+json")
-        except (kube.NotThere, kube.Invalid):
-            uid = api.uid_of(cluster.path)
+            api.call("PATCH", cluster.path, guarded, query=query, kind="application/json-patch+json")
+        except (kube.ObjectNotFound, kube.InvalidObject):
+            uid = api.fetch_uid(cluster.path)
             if uid == cluster.uid:
                 raise
             raise NotFoundError(
-                f"`{handle.native_id}` is not there any more",
-                cause="somebody has deleted it"
+                f"`{handle.native_id}` does not exist any more",
+                cause="it was deleted"
                 + (f", and another {handle.detail['object']} has its name" if uid else ""),
                 hint="heliostat ls",
                 code=Code.NOT_FOUND_CLUSTER,
             ) from None
         finally:
-            cluster.stale()
+            cluster.invalidate()
 
-    def replace_node(self, handle: Handle, node: str, told: Mapping[str, Any], host: Transport) -> None:
+    def replace_node(self, handle: Handle, node: str, status: Mapping[str, Any], host: Transport) -> None:
         cluster = self._cluster(handle)
-        cluster.delete_pod(str(told["id"]))
-        cluster.stale()
+        cluster.delete_pod(str(status["id"]))
+        cluster.invalidate()
 
     def started_job(self, handle: Handle, job: str, host: Transport) -> None:
         if handle.detail["object"] == "RayJob":
-            patch = [{"op": "add", "path": "/spec/jobId", "value": job}]
-            self._patch(handle, patch)
+            self._patch(handle, [{"op": "add", "path": "/spec/jobId", "value": job}])
 
     def limited_command(self, handle: Handle, argv: Sequence[str], host: Transport) -> Sequence[str]:
-        """At the deadline KubeRay only calls the RayJob Failed and deletes the cluster a while later; so the command ends
-        itself. It is told a little before, and is over at the limit."""
+        """The command under `timeout`: SIGTERM shortly before the time limit, SIGKILL at the limit.
+
+        KubeRay marks the RayJob as Failed at its deadline, but deletes the cluster only later."""
         if "until" not in handle.detail:
             return argv
         grace = max(1.0, min(GRACE_S, handle.detail["limit"] / 4))
         left = max(1.0, handle.detail["until"] - time.time() - grace)
-        command = ["sh", "-c", argv[0]] if len(argv) == 1 else argv  # one word is a shell line
+        command = ["sh", "-c", argv[0]] if len(argv) == 1 else argv  # a single argument is a shell command
         return ["timeout", "-k", f"{grace:.0f}", f"{left:.0f}", *command]
 
-    # -- the way in
+    # -- access
 
     def reach(self, handle: Handle, host: Transport | None) -> Transport:
-        return _Way(self, handle)
+        return ServiceTransport(self, handle)
 
     def execute(self, node: str, handle: Handle, argv: Sequence[str], host: Transport) -> Completed:
-        told = handle.detail["told"]
-        place = self._cluster(handle).namespace
-        done = run_in_pod(_api(handle), place, str(told["id"]), [*SHELL, *argv], f"ray-{told['role']}")
+        status = handle.detail["told"]
+        namespace = self._cluster(handle).namespace
+        done = run_in_pod(
+            _api(handle), namespace, str(status["id"]), [*SHELL, *argv], f"ray-{status['role']}"
+        )
         return replace(done, argv=tuple(argv))
 
     def logs(
-        self, handle: Handle, node: str, told: Mapping[str, Any], known: Mapping[str, int], host: Transport
+        self, handle: Handle, node: str, status: Mapping[str, Any], known: Mapping[str, int], host: Transport
     ) -> Mapping[str, bytes]:
         cluster = self._cluster(handle)
-        if not told.get("id"):
+        if not status.get("id"):
             return {}
         ray = None
-        if told.get("state") == "READY":
-            made, _ = cluster.look()
-            ray = self._ray(handle, self._token(handle, cluster, made) if made else None)
-        return pod_logs(_api(handle), cluster.namespace, told, known, ray)
+        if status.get("state") == "READY":
+            obj, _ = cluster.observe()
+            ray = self._connect_ray(handle, self._read_token(handle, cluster, obj) if obj else None)
+        return read_pod_logs(_api(handle), cluster.namespace, status, known, ray)
 
     def _cluster(self, handle: Handle) -> Cluster:
         key = str(handle.detail["uid"])
@@ -401,14 +402,14 @@ class Kubernetes(Platform):
 
 
 @dataclass
-class _Way:
-    """A head is reached through the API server."""
+class ServiceTransport:
+    """Transport to the head: forwards ports through the API server's service proxy."""
 
     backend: Kubernetes
     handle: Handle
 
     def run(self, argv: Sequence[str], *, input: bytes = b"", timeout: float) -> Completed:
-        raise UsageError("a pod is reached by `heliostat exec`")
+        raise UsageError("commands in a pod need `heliostat exec`")
 
     def read(self, path: Path, offset: int = 0, limit: int = 1 << 20) -> bytes:
         return b""
@@ -417,12 +418,12 @@ class _Way:
         from heliostat.backends.kubernetes.proxy import forward
 
         cluster = self.backend._cluster(self.handle)
-        made, _ = cluster.look()
-        if made is None:
+        obj, _ = cluster.observe()
+        if obj is None:
             from heliostat.remote.ray_client import NoResponse
 
-            raise NoResponse(f"`{self.handle.native_id}` is not there any more")
-        return forward(_api(self.handle), cluster.namespace, cluster.service(made), port)
+            raise NoResponse(f"`{self.handle.native_id}` does not exist any more")
+        return forward(_api(self.handle), cluster.namespace, cluster.service(obj), port)
 
     def proxy_error(self, method: str, path: str, status: int, content: bytes) -> HeliostatError | None:
         from heliostat.backends.kubernetes.proxy import proxy_error
@@ -434,47 +435,47 @@ def _api(handle: Handle) -> kube.Api:
     return kube.connect(handle.detail["kubeconfig"], handle.detail["context"])
 
 
-def _still_there(
-    handle: Handle, made: Mapping[str, Any] | None, pods: Sequence[Mapping[str, Any]], now: bool
+def _objects_left_error(
+    handle: Handle, obj: Mapping[str, Any] | None, pods: Sequence[Mapping[str, Any]], now: bool
 ) -> DeadlineError:
-    """What is left of it, and the one thing that may help: the object may be gone while a machine keeps its pods."""
+    """The error with the remaining objects: a node that does not answer keeps pods after the object was deleted."""
     kind, name, space = str(handle.detail["object"]), handle.detail["name"], handle.detail["namespace"]
-    left = [f"{kind} {name}"] if made else []
+    left = [f"{kind} {name}"] if obj else []
     for pod in pods:
         where = (pod.get("spec") or {}).get("nodeName")
         left.append(f"pod {pod['metadata']['name']}" + (f" on {where}" if where else ""))
-    held = ((made or {}).get("metadata") or {}).get("finalizers")
-    if made:
+    finalizers = ((obj or {}).get("metadata") or {}).get("finalizers")
+    if obj:
         hint = f"kubectl -n {space} describe {kind.lower()} {name}"
     elif now:
         hint = f"kubectl -n {space} describe pod {pods[0]['metadata']['name']}"
-    else:  # a kubelet that does not answer ends no pod; by force they go without it
+    else:  # --now deletes pods without an answer of their kubelet
         hint = f"heliostat down {name} --now"
     return DeadlineError(
-        f"`{handle.native_id}` could not be deleted whole",
-        cause=f"still there after {END_S:.0f} s: {', '.join(left)}"
-        + (f"; finalizers: {', '.join(held)}" if held else ""),
+        f"`{handle.native_id}` was not deleted completely",
+        cause=f"left after {DELETE_TIMEOUT_S:.0f} s: {', '.join(left)}"
+        + (f"; finalizers: {', '.join(finalizers)}" if finalizers else ""),
         hint=hint,
         code=Code.KUBERNETES_OBJECTS_LEFT,
     )
 
 
-def _place(namespace: str, kind: str) -> str:
-    return f"{kube.RAY}/namespaces/{namespace}/{PLURALS[kind]}"
+def _collection_path(namespace: str, kind: str) -> str:
+    return f"{kube.RAY_API}/namespaces/{namespace}/{PLURALS[kind]}"
 
 
-def _handle(api: kube.Api, namespace: str, made: Mapping[str, Any], nodes: tuple[str, ...]) -> Handle:
-    about = made["metadata"]
+def _handle(api: kube.Api, namespace: str, obj: Mapping[str, Any], nodes: tuple[str, ...]) -> Handle:
+    about = obj["metadata"]
     since = datetime.fromisoformat(about["creationTimestamp"].replace("Z", "+00:00")).timestamp()
     detail = {
         "kubeconfig": api.kubeconfig,
-        "context": api.context,  # whatever becomes the current one later
+        "context": api.context,  # independent of later changes of the current context
         "namespace": namespace,
-        "object": made["kind"],
+        "object": obj["kind"],
         "name": about["name"],
         "uid": about["uid"],
-        "kind": "run" if made["kind"] == "RayJob" else "up",
-        "id": (about.get("labels") or {}).get(kube.LABEL),
+        "kind": "run" if obj["kind"] == "RayJob" else "up",
+        "id": (about.get("labels") or {}).get(kube.ID_LABEL),
         "launch": 1,
         "since": since,
     }

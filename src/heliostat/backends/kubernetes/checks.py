@@ -1,4 +1,4 @@
-"""What `doctor` asks of a Kubernetes cluster: the API server, KubeRay, and each right that is needed."""
+"""Checks of `doctor` for Kubernetes: API server, KubeRay, permissions."""
 
 from __future__ import annotations
 
@@ -12,21 +12,25 @@ from heliostat.common.errors import AccessDenied, HeliostatError
 REVIEWS = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
 QUESTIONS = by_name(
     Question(
-        "API server", "it answers, and knows you", "look at the kubeconfig: kubectl config get-contexts"
+        "API server",
+        "it answers and accepts your credentials",
+        "check the kubeconfig: kubectl config get-contexts",
     ),
     Question(
-        "KubeRay", "the cluster knows RayClusters", "whoever runs the cluster installs KubeRay's operator"
+        "KubeRay",
+        "the RayCluster API is installed",
+        "ask the administrator of the cluster to install KubeRay's operator",
     ),
     Question(
         "your role",
-        "it may do all that is needed in the namespace",
-        "whoever runs the cluster gives you this Role (kubectl apply -f, and a RoleBinding to you):",
+        "it has all needed permissions in the namespace",
+        "ask the administrator of the cluster for this Role (kubectl apply -f) and a RoleBinding to you:",
     ),
 )
 
 
 def checks(table: Mapping[str, Any]) -> Iterator[Check]:
-    """table: the `kubernetes:` table of the file."""
+    """Runs the checks. table: the `kubernetes:` table of the spec."""
     try:
         api = kube.connect(table.get("kubeconfig"), table.get("context"))
         version = api.call("GET", "/version")
@@ -36,34 +40,34 @@ def checks(table: Mapping[str, Any]) -> Iterator[Check]:
     yield QUESTIONS["API server"].answer(True, f"{api.context}, Kubernetes {version.get('gitVersion')}")
     namespace = table.get("namespace") or api.namespace
     try:
-        api.call("GET", f"{kube.RAY}/namespaces/{namespace}/rayclusters", query={"limit": 1})
-        yield QUESTIONS["KubeRay"].answer(True, "its RayCluster is known")
-    except AccessDenied as error:  # its Role is printed below, once
-        yield QUESTIONS["KubeRay"].answer(False, str(error), hint="get the rights that are lacking, below")
+        api.call("GET", f"{kube.RAY_API}/namespaces/{namespace}/rayclusters", query={"limit": 1})
+        yield QUESTIONS["KubeRay"].answer(True, "the RayCluster API is installed")
+    except AccessDenied as error:  # the next check prints the Role
+        yield QUESTIONS["KubeRay"].answer(False, str(error), hint="get the missing permissions below")
     except HeliostatError as error:
         yield QUESTIONS["KubeRay"].answer(False, str(error), hint=error.hint or None)
-    yield _rights(api, namespace)
+    yield _check_permissions(api, namespace)
 
 
-def _rights(api: kube.Api, namespace: str) -> Check:
+def _check_permissions(api: kube.Api, namespace: str) -> Check:
     question = QUESTIONS["your role"]
     lacking = []
     try:
-        for group, resource, verbs in kube.RIGHTS:
-            denied = [verb for verb in verbs if not _may(api, namespace, group, resource, verb)]
+        for group, resource, verbs in kube.PERMISSIONS:
+            denied = [verb for verb in verbs if not _is_allowed(api, namespace, group, resource, verb)]
             lacking += [f"{', '.join(denied)} {resource}"] if denied else []
     except HeliostatError as error:
-        return question.answer(False, f"could not be asked for: {error}", severity="warn", hint="")
+        return question.answer(False, f"could not be checked: {error}", severity="warn", hint="")
     if lacking:
-        words = f"in `{namespace}` it may not {'; '.join(lacking)}"
-        return question.answer(False, words, attachment=kube.role(namespace))
-    return question.answer(True, f"it may do all that is needed in `{namespace}`")
+        found = f"missing in `{namespace}`: {'; '.join(lacking)}"
+        return question.answer(False, found, attachment=kube.role_manifest(namespace))
+    return question.answer(True, f"it has all needed permissions in `{namespace}`")
 
 
-def _may(api: kube.Api, namespace: str, group: str, resource: str, verb: str) -> bool:
-    whole, _, part = resource.partition("/")
-    attributes = {"namespace": namespace, "verb": verb, "group": group, "resource": whole}
-    attributes |= {"subresource": part} if part else {}
+def _is_allowed(api: kube.Api, namespace: str, group: str, resource: str, verb: str) -> bool:
+    name, _, subresource = resource.partition("/")
+    attributes = {"namespace": namespace, "verb": verb, "group": group, "resource": name}
+    attributes |= {"subresource": subresource} if subresource else {}
     review = {
         "apiVersion": "authorization.k8s.io/v1",
         "kind": "SelfSubjectAccessReview",

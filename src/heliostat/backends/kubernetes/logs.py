@@ -1,4 +1,4 @@
-"""What a pod writes, and a command in it."""
+"""Logs of a pod, and commands in it."""
 
 from __future__ import annotations
 
@@ -18,83 +18,88 @@ if TYPE_CHECKING:
 RAY_LOGS = ("raylet.out", "raylet.err")
 HEAD_LOGS = ("gcs_server.out", "gcs_server.err", "monitor.log", "dashboard.log")
 PROTOCOL = "v4.channel.k8s.io"
-OUT, ERR, END = 1, 2, 3  # channels
-STAMP = re.compile(rb"\d{4}-\d\d-\d\dT[\d:.]+(Z|[+-]\d\d:\d\d)")
-_last: dict[
+OUT, ERR, STATUS = 1, 2, 3  # channels
+TIMESTAMP = re.compile(rb"\d{4}-\d\d-\d\dT[\d:.]+(Z|[+-]\d\d:\d\d)")
+_last_timestamps: dict[
     tuple[str, str, int], bytes
-] = {}  # (pod, container, life): the time of the last line that we have
-_whole: set[tuple[str, str, int]] = set()  # lives that are over, and whose log we have
+] = {}  # (pod, container, restart): time of the last line read
+_complete_lives: set[tuple[str, str, int]] = set()  # ended containers whose log was read
 
 
-def pod_logs(
-    api: kube.Api, namespace: str, told: Mapping[str, Any], known: Mapping[str, int], ray: RayApi | None
+def read_pod_logs(
+    api: kube.Api,
+    namespace: str,
+    node_status: Mapping[str, Any],
+    known: Mapping[str, int],
+    ray: RayApi | None,
 ) -> dict[str, bytes]:
-    """What the containers of the pod, and Ray in it, have said beyond what is known, by file name."""
-    place = f"/api/v1/namespaces/{namespace}/pods/{told['id']}"
+    """New bytes of the logs of the pod's containers and of Ray in it, by file name. known: bytes read of each file."""
+    pod_path = f"/api/v1/namespaces/{namespace}/pods/{node_status['id']}"
     found: dict[str, bytes] = {}
     try:
-        status = api.call("GET", place).get("status") or {}
-    except kube.NotThere:
+        status = api.call("GET", pod_path).get("status") or {}
+    except kube.ObjectNotFound:
         return found
     for container in (*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())):
         name, life = container["name"], int(container.get("restartCount") or 0)
         now = log_name(name, life)
-        found[now] = _container(api, place, (told["id"], name, life), known.get(now, 0))
+        found[now] = _read_container_log(api, pod_path, (node_status["id"], name, life), known.get(now, 0))
         running = (container.get("state") or {}).get("running")
         if (
-            life and running and (told["id"], name, life - 1) not in _whole
-        ):  # else `previous` is this life again
+            life and running and (node_status["id"], name, life - 1) not in _complete_lives
+        ):  # else `previous` is the current container
             before = log_name(name, life - 1)
-            lines = _stamped(_ask(api, place, {"container": name, "previous": "true", "timestamps": "true"}))
+            lines = _split_timestamps(
+                _request_log(api, pod_path, {"container": name, "previous": "true", "timestamps": "true"})
+            )
             found[before] = b"".join(text for _, text in lines)[known.get(before, 0) :]
-            _whole.add((told["id"], name, life - 1))
+            _complete_lives.add((node_status["id"], name, life - 1))
     if ray:
-        for name in (*RAY_LOGS, *(HEAD_LOGS if told.get("role") == "head" else ())):
-            whole = ray.log(str(told["ip"]), name)
+        for name in (*RAY_LOGS, *(HEAD_LOGS if node_status.get("role") == "head" else ())):
+            whole = ray.log(str(node_status["ip"]), name)
             found[name] = whole[known.get(name, 0) :]
     return found
 
 
 def log_name(container: str, life: int) -> str:
-    """Each life of a container has a file of its own."""
+    """File name of a container's log; each restart has its own file."""
     return f"{container}.restart-{life}.log" if life else f"{container}.log"
 
 
-def _container(api: kube.Api, place: str, key: tuple[str, str, int], known: int) -> bytes:
-    """Whoever has begun is given what came since; whoever begins anew, the whole."""
-    since = _last.get(key)
+def _read_container_log(api: kube.Api, pod_path: str, key: tuple[str, str, int], known: int) -> bytes:
+    """New lines since the last read by this process, else all bytes after `known`."""
+    since = _last_timestamps.get(key)
     query = {"container": key[1], "timestamps": "true", **({"sinceTime": since.decode()} if since else {})}
-    lines = _stamped(_ask(api, place, query))
+    lines = _split_timestamps(_request_log(api, pod_path, query))
     if lines:
-        _last[key] = max(stamp for stamp, _ in lines)
+        _last_timestamps[key] = max(stamp for stamp, _ in lines)
     if since:
         return b"".join(text for stamp, text in lines if stamp > since)
     return b"".join(text for _, text in lines)[known:]
 
 
-def _stamped(data: bytes) -> list[tuple[bytes, bytes]]:
-    """(time, line) of what the container wrote. The kubelet may answer with an error of its own in place of a log that it
-    has lost: that has no time before it."""
+def _split_timestamps(data: bytes) -> list[tuple[bytes, bytes]]:
+    """(time, line) of each line of the container. The kubelet's own error messages have no time and are skipped."""
     parts = (line.partition(b" ") for line in data.splitlines(keepends=True))
-    return [(stamp, text) for stamp, _, text in parts if STAMP.fullmatch(stamp)]
+    return [(stamp, text) for stamp, _, text in parts if TIMESTAMP.fullmatch(stamp)]
 
 
-def _ask(api: kube.Api, place: str, query: Mapping[str, str]) -> bytes:
+def _request_log(api: kube.Api, pod_path: str, query: Mapping[str, str]) -> bytes:
     try:
-        return api.raw("GET", f"{place}/log", query=query, seconds=120.0)
-    except (kube.Silent, AccessDenied):
+        return api.raw("GET", f"{pod_path}/log", query=query, seconds=120.0)
+    except (kube.Unreachable, AccessDenied):
         raise
-    except HeliostatError:  # a container that has not begun has no log
+    except HeliostatError:  # a container that has not started has no log
         return b""
 
 
 def run_in_pod(
     api: kube.Api, namespace: str, pod: str, argv: Sequence[str], container: str = ""
 ) -> Completed:
-    """The command in the pod, to its end; over a websocket, as kubectl does it."""
+    """Runs the command in the pod and waits for its end, over a websocket as kubectl does."""
     import websocket
 
-    query = [*(("command", word) for word in argv), ("stdout", "true"), ("stderr", "true")]
+    query = [*(("command", argument) for argument in argv), ("stdout", "true"), ("stderr", "true")]
     query += [("container", container)] if container else []
     path = f"/api/v1/namespaces/{namespace}/pods/{pod}/exec?{urlencode(query)}"
     options = {"context": api.tls} if api.tls else {}
@@ -104,32 +109,34 @@ def run_in_pod(
             header=[f"{key}: {value}" for key, value in api.authorization().items()],
             subprotocols=[PROTOCOL],
             sslopt=options,
-            timeout=kube.ASK_S,
+            timeout=kube.REQUEST_TIMEOUT_S,
         )
     except websocket.WebSocketBadStatusException as error:
-        raise api.said_no("POST", path.partition("?")[0], error.status_code, error.resp_body or b"") from None
+        raise api.error_from_response(
+            "POST", path.partition("?")[0], error.status_code, error.resp_body or b""
+        ) from None
     except (OSError, websocket.WebSocketException) as error:
-        raise api.silent(error) from None
-    said = {OUT: b"", ERR: b"", END: b""}
+        raise api.unreachable_error(error) from None
+    channels = {OUT: b"", ERR: b"", STATUS: b""}
     try:
-        socket.settimeout(None)  # a person ends it with Ctrl-C
+        socket.settimeout(None)  # a command may run for any time; Ctrl-C ends it
         while data := socket.recv():
             frame = data.encode() if isinstance(data, str) else data
-            said[frame[0]] = said.get(frame[0], b"") + frame[1:]
-            if frame[0] == END and frame[1:]:
+            channels[frame[0]] = channels.get(frame[0], b"") + frame[1:]
+            if frame[0] == STATUS and frame[1:]:
                 break
     except (OSError, websocket.WebSocketException) as error:
-        if not said[END]:
-            raise api.silent(error) from None
+        if not channels[STATUS]:
+            raise api.unreachable_error(error) from None
     finally:
         socket.close()
-    out, err = (said[channel].decode("utf-8", "replace") for channel in (OUT, ERR))
-    code, words = _outcome(said[END])
-    return Completed(tuple(argv), code, out, f"{err}{words}\n" if words else err)
+    out, err = (channels[channel].decode("utf-8", "replace") for channel in (OUT, ERR))
+    code, message = _parse_exit_status(channels[STATUS])
+    return Completed(tuple(argv), code, out, f"{err}{message}\n" if message else err)
 
 
-def _outcome(status: bytes) -> tuple[int, str]:
-    """(exit code, the kubelet's sentence where it has none: the command did not run)."""
+def _parse_exit_status(status: bytes) -> tuple[int, str]:
+    """(exit code, message). The message is the kubelet's, for a command that did not run."""
     try:
         document = json.loads(status)
     except ValueError:
@@ -138,4 +145,4 @@ def _outcome(status: bytes) -> tuple[int, str]:
         return 0, ""
     causes = (document.get("details") or {}).get("causes") or ()
     codes = [cause["message"] for cause in causes if cause.get("reason") == "ExitCode"]
-    return (int(codes[0]), "") if codes else (255, str(document.get("message") or "it did not run"))
+    return (int(codes[0]), "") if codes else (255, str(document.get("message") or "the command did not run"))

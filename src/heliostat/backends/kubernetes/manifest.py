@@ -1,5 +1,6 @@
-"""From a spec to KubeRay's RayCluster, or for a `run` to a RayJob, and what the operator would refuse long after the API
-server has accepted it. Pure.
+"""Renders a spec as KubeRay's RayCluster, or as a RayJob for a `run`, and validates it. Pure.
+
+The API server accepts manifests that KubeRay's operator rejects later; the validation finds these before the launch.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from heliostat.backends.kubernetes.api import LABEL
-from heliostat.backends.kubernetes.states import PLAIN
+from heliostat.backends.kubernetes.api import ID_LABEL
+from heliostat.backends.kubernetes.states import DEFAULT_GROUP
 from heliostat.backends.overrides import merge
 from heliostat.common.errors import UsageError
 from heliostat.common.shell import quote
@@ -22,26 +23,28 @@ if TYPE_CHECKING:
     from heliostat.config.members import Member
     from heliostat.config.spec import ClusterSpec
 
-CPUS, MEMORY = 2, 4 * 2**30  # of a pod whose size nobody has said
-AFTER_S = 60  # so long the operator leaves the cluster of a `run` after its job: we end it before
-DETACHED_S = 600  # where nobody waits, its output is to be had for so long
-UNSTARTED_S = 6 * 3600  # the operator gives up a `run` whose job never came
+DEFAULT_CPUS, DEFAULT_MEMORY = 2, 4 * 2**30  # of a pod whose size is not in the spec
+JOB_TTL_S = 60  # the operator deletes the cluster of a `run` this long after its job, if Heliostat has not
+DETACHED_JOB_TTL_S = 600  # output of a detached `run` is available this long
+PRE_RUNNING_DEADLINE_S = 6 * 3600  # the operator fails a `run` whose job did not start
 PORTS = {"gcs-server": 6379, "dashboard": 8265, "client": 10001}
 DNS = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 QUALIFIED = re.compile(r"([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
 
 
-def manifest(
+def render_manifest(
     spec: ClusterSpec,
     options: Options,
     groups: Mapping[str, Options],
-    mark: str,
+    cluster_id: str,
     *,
     run: bool,
     detached: bool = False,
 ) -> dict[str, Any]:
-    """The one object that is the cluster."""
-    ours = {LABEL: mark} if mark.strip("0") else {}  # one that a person creates by hand is theirs
+    """The RayCluster or RayJob of the spec."""
+    ours = (
+        {ID_LABEL: cluster_id} if cluster_id.strip("0") else {}
+    )  # no label in a dry run: its manifest is for `kubectl create`
     labels = {**options.labels, "app.kubernetes.io/managed-by": "heliostat", **ours}
     metadata: dict[str, Any] = {"name": spec.cluster_name}
     if options.namespace:
@@ -51,22 +54,24 @@ def manifest(
         metadata["annotations"] = dict(options.annotations)
     kind, cluster = "RayCluster", _cluster(spec, options, groups)
     for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
-        if ours and "template" in group:  # so that pods can be found whose cluster is gone
+        if ours and "template" in group:  # finds pods whose cluster was deleted
             about = group["template"].setdefault("metadata", {})
             about["labels"] = {**(about.get("labels") or {}), **ours}
     if run:
         deadline = {"activeDeadlineSeconds": spec.time} if spec.time else {}
         kind, cluster = "RayJob", {
-            # we hand the job to Ray ourselves, with this folder; the operator ends the cluster after it, whatever becomes of us
+            # Heliostat submits the job with the working directory; the operator deletes the cluster after it in any case
             "submissionMode": "InteractiveMode",
             "shutdownAfterJobFinishes": True,
-            "ttlSecondsAfterFinished": DETACHED_S if detached else AFTER_S,
-            "preRunningDeadlineSeconds": UNSTARTED_S,
+            "ttlSecondsAfterFinished": DETACHED_JOB_TTL_S if detached else JOB_TTL_S,
+            "preRunningDeadlineSeconds": PRE_RUNNING_DEADLINE_S,
             **deadline,
             "rayClusterSpec": cluster,
         }  # fmt: skip
     document = {"apiVersion": "ray.io/v1", "kind": kind, "metadata": metadata, "spec": cluster}
-    whole: dict[str, Any] = json.loads(json.dumps(document))  # nothing is shared: YAML would write references
+    whole: dict[str, Any] = json.loads(
+        json.dumps(document)
+    )  # copies shared values, which YAML would write as references
     return whole
 
 
@@ -94,7 +99,7 @@ def _cluster(spec: ClusterSpec, options: Options, groups: Mapping[str, Options])
 
 def _workers(spec: ClusterSpec, options: Options, kind: Kind) -> dict[str, Any]:
     return {
-        "groupName": kind.name or PLAIN,
+        "groupName": kind.name or DEFAULT_GROUP,
         "replicas": kind.first,
         "minReplicas": kind.least,
         "maxReplicas": kind.most,
@@ -110,7 +115,9 @@ def _group(spec: ClusterSpec, options: Options, member: Member, start: dict[str,
         found["labels"] = dict(member.labels)
     if member.resources:
         found["resources"] = {name: str(int(amount)) for name, amount in member.resources.items()}
-    template: dict[str, Any] = {"spec": merge(_pod(spec, options, member), _named(options.pod, member))}
+    template: dict[str, Any] = {
+        "spec": merge(_pod(spec, options, member), _name_containers(options.pod, member))
+    }
     about = {"labels": dict(options.labels), "annotations": dict(options.annotations)}
     about = {key: value for key, value in about.items() if value}
     found["template"] = {"metadata": about, **template} if about else template
@@ -118,14 +125,14 @@ def _group(spec: ClusterSpec, options: Options, member: Member, start: dict[str,
 
 
 def _pod(spec: ClusterSpec, options: Options, member: Member) -> dict[str, Any]:
-    memory = member.memory or MEMORY
-    idle = member.role == "head" and not spec.head.work  # no work for it, but the machine is there
+    memory = member.memory or DEFAULT_MEMORY
+    idle = member.role == "head" and not spec.head.work  # Ray uses no CPUs of it, but the pod needs some
     cpus = spec.head.cpus or spec.cpus_per_node if idle else member.cpus
-    size = {"cpu": str(cpus or CPUS), "memory": quantity(memory)}
+    size = {"cpu": str(cpus or DEFAULT_CPUS), "memory": format_quantity(memory)}
     if member.gpus:
         size[options.gpu] = str(member.gpus)
-    shm = int((spec.object_store or 0.3 * memory) * 1.1) // 2**20 * 2**20  # Ray takes 30 % by itself
-    volumes = [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": quantity(shm)}}]
+    shm = int((spec.object_store or 0.3 * memory) * 1.1) // 2**20 * 2**20  # Ray's default is 30 %
+    volumes = [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": format_quantity(shm)}}]
     mounts = [{"name": "shm", "mountPath": "/dev/shm"}]
     for index, volume in enumerate(options.volumes):
         one, mount = _volume(volume, f"volume-{index}")
@@ -133,15 +140,15 @@ def _pod(spec: ClusterSpec, options: Options, member: Member) -> dict[str, Any]:
         mounts.append(mount)
     container: dict[str, Any] = {
         "name": f"ray-{member.role}",
-        "image": options.image or image(spec, options, member),
+        "image": options.image or choose_image(spec, options, member),
         "resources": {"requests": size, "limits": dict(size)},
         "env": [{"name": key, "value": value} for key, value in spec.environment.env.items()],
         "volumeMounts": mounts,
     }
     if member.role == "head":
         container["ports"] = [{"name": name, "containerPort": port} for name, port in PORTS.items()]
-    lines = set_up(spec)
-    if lines:  # KubeRay runs them, and then `ray start`, in one shell
+    lines = setup_commands(spec)
+    if lines:  # KubeRay runs them in the shell of `ray start`
         container["args"] = [" && ".join(lines)]
     if not container["env"]:
         del container["env"]
@@ -155,23 +162,23 @@ def _pod(spec: ClusterSpec, options: Options, member: Member) -> dict[str, Any]:
     return {**pod, **{key: value for key, value in more.items() if value}}
 
 
-def set_up(spec: ClusterSpec) -> list[str]:
-    """Shell lines of the file, and its requirements: each pod begins with the bare image."""
+def setup_commands(spec: ClusterSpec) -> list[str]:
+    """Shell commands that set up a pod: `environment.setup` and the requirements."""
     lines = list(spec.environment.setup)
     if spec.environment.requirements:
         try:
             with open(spec.environment.requirements) as stream:
-                said = [line.partition(" #")[0].strip() for line in stream]
+                written = [line.partition(" #")[0].strip() for line in stream]
         except OSError as error:
             raise UsageError(
                 f"could not read `{spec.environment.requirements}`", cause=error.strerror or str(error)
             ) from None
-        wanted = [line for line in said if line and not line.startswith("#")]
+        wanted = [line for line in written if line and not line.startswith("#")]
         odd = next((line for line in wanted if line.startswith("-")), None)
         if odd:
             raise UsageError(
                 f"`{spec.environment.requirements}` cannot be used on `kubernetes`",
-                cause=f"`{odd}` speaks of files that the pods do not have",
+                cause=f"`{odd}` refers to files that the pods do not have",
                 hint="build an image with them: kubernetes: {image: …}",
             )
         lines += [quote(["pip", "install", "--quiet", *wanted])] if wanted else []
@@ -179,7 +186,7 @@ def set_up(spec: ClusterSpec) -> list[str]:
 
 
 def _volume(volume: str | Mapping[str, Any], name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """`claim:/data[:ro]`, or a volume of Kubernetes with its `mountPath` beside."""
+    """(volume, mount) of `claim:/data[:ro]`, or of a Kubernetes volume with an added `mountPath`."""
     if isinstance(volume, str):
         match = re.fullmatch(r"([a-z0-9][-a-z0-9.]*):(/[^:]*)(:ro)?", volume)
         if not match:
@@ -192,119 +199,121 @@ def _volume(volume: str | Mapping[str, Any], name: str) -> tuple[dict[str, Any],
             {"name": name, "persistentVolumeClaim": {"claimName": match[1], **only}},
             {"name": name, "mountPath": match[2], **only},
         )
-    rest = {key: value for key, value in volume.items() if key not in ("mountPath", "subPath", "readOnly")}
+    source = {key: value for key, value in volume.items() if key not in ("mountPath", "subPath", "readOnly")}
     if "mountPath" not in volume:
         raise UsageError("a volume has no `mountPath`", cause=str(dict(volume))[:200])
-    name = str(rest.get("name") or name)
+    name = str(source.get("name") or name)
     where = {key: volume[key] for key in ("mountPath", "subPath", "readOnly") if key in volume}
-    return {**rest, "name": name}, {"name": name, **where}
+    return {**source, "name": name}, {"name": name, **where}
 
 
 def ray_version(spec: ClusterSpec, options: Options) -> str:
-    """The file's own, or the image's, or the one that we would install."""
+    """The Ray version of the spec, else of the image's tag, else the default."""
     named = options.image or (spec.environment.container or "")
     tag = re.search(r":(\d+\.\d+\.\d+)", named)
     return spec.environment.ray or (tag[1] if tag else DEFAULT_RAY)
 
 
-def image(spec: ClusterSpec, options: Options, member: Member) -> str:
+def choose_image(spec: ClusterSpec, options: Options, member: Member) -> str:
     container = spec.environment.container or ""
     if container.startswith("docker://"):
         return container.removeprefix("docker://")
     return f"rayproject/ray:{ray_version(spec, options)}" + ("-gpu" if member.gpus else "")
 
 
-def quantity(size: int) -> str:
-    """Bytes as Kubernetes writes them."""
+def format_quantity(size: int) -> str:
+    """Bytes in Kubernetes' notation."""
     for unit, power in (("Gi", 30), ("Mi", 20), ("Ki", 10)):
         if size % 2**power == 0:
             return f"{size >> power}{unit}"
     return str(size)
 
 
-def _named(pod: Mapping[str, Any], member: Member) -> Mapping[str, Any]:
-    """In a person's own pod fields, the container without a name is Ray's."""
+def _name_containers(pod: Mapping[str, Any], member: Member) -> Mapping[str, Any]:
+    """The pod fields of the spec, with Ray's container name where a container has no name."""
     if not isinstance(pod.get("containers"), list) or not pod["containers"]:
         return pod
     ours = f"ray-{member.role}"
     return {**pod, "containers": [{"name": ours, **container} for container in pod["containers"]]}
 
 
-def notes(spec: ClusterSpec, run: bool) -> Iterator[str]:
-    """What the file asks for and Kubernetes does not do: nothing there ends a RayCluster by a clock."""
+def list_notes(spec: ClusterSpec, run: bool) -> Iterator[str]:
+    """Notes on keys without effect: KubeRay has no time limit for a RayCluster."""
     if spec.idle.timeout and not run:
-        yield "`idle` does not end a cluster on `kubernetes`; `autoscale` lets its workers go when they are idle"
+        yield "`idle` does not stop a cluster on `kubernetes`; `autoscale` removes idle workers"
     if spec.time and not run:
-        yield "`time` does not end a cluster on `kubernetes`; heliostat down does, and that of a `run` ends"
+        yield "`time` does not stop a cluster on `kubernetes`, except that of a `run`; use heliostat down"
 
 
-# -- what the operator refuses, long after the server has accepted it
+# -- validation
 
 
-def refuse(document: Mapping[str, Any]) -> None:
-    """Raises for what KubeRay's operator would only tell as an event."""
-    for what, cause in problems(document):
-        raise UsageError(what, cause=cause, hint="change it in the file, or by a flag; heliostat schema")
+def check_manifest(document: Mapping[str, Any]) -> None:
+    """Raises UsageError for a manifest that KubeRay's operator would reject by an event only."""
+    for message, cause in find_problems(document):
+        raise UsageError(message, cause=cause, hint="change the file or the option; see heliostat schema")
 
 
-def problems(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def find_problems(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     kind, name, spec = document["kind"], str(document["metadata"]["name"]), document["spec"]
     most = 47 if kind == "RayJob" else 53
     if len(name) > most:
-        yield f"`{name}` is too long a name for a {kind}", f"KubeRay lets it have {most} characters"
+        yield f"`{name}` is too long for the name of a {kind}", f"KubeRay allows {most} characters"
     if not DNS.fullmatch(name):
-        cause = "it becomes part of host names: small letters, digits and `-`, beginning with a letter"
-        yield f"`{name}` is not a name on `kubernetes`", cause
+        cause = "it is part of host names: lower-case letters, digits and `-`, starting with a letter"
+        yield f"`{name}` is not a valid name on `kubernetes`", cause
     if kind == "RayJob":
         ttl = spec.get("ttlSecondsAfterFinished", 0)
         if ttl < 0 or (ttl > 0 and not spec.get("shutdownAfterJobFinishes")):
-            yield "`ttlSecondsAfterFinished` cannot be used", "it goes with `shutdownAfterJobFinishes` only"
+            yield "`ttlSecondsAfterFinished` cannot be used", "it requires `shutdownAfterJobFinishes`"
         spec = spec["rayClusterSpec"]
-    yield from _auth(spec)
+    yield from _find_auth_problems(spec)
     groups = spec.get("workerGroupSpecs") or []
-    yield from _workers_problems(groups, bool(spec.get("enableInTreeAutoscaling")))
+    yield from _find_worker_problems(groups, bool(spec.get("enableInTreeAutoscaling")))
     for where, group in [("head", spec["headGroupSpec"]), *((g["groupName"], g) for g in groups)]:
-        yield from _group_problems(where, group, bool(spec.get("enableInTreeAutoscaling")))
+        yield from _find_group_problems(where, group, bool(spec.get("enableInTreeAutoscaling")))
     password = (spec.get("gcsFaultToleranceOptions") or {}).get("redisPassword") or {}
     if "value" in password:
-        yield "`gcs.redisPassword.value` would be readable by all", "name a Secret in its `valueFrom`"
+        yield "`gcs.redisPassword.value` would be readable by other users", "name a Secret in `valueFrom`"
 
 
-def _auth(spec: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _find_auth_problems(spec: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if (spec.get("authOptions") or {}).get("mode") != "token":
         return
     found = re.match(r"(\d+)\.(\d+)", str(spec.get("rayVersion") or ""))
     if not found or (int(found[1]), int(found[2])) < (2, 52):
-        cause = "Ray has had tokens since 2.52; older: security: {auth: none}"
+        cause = "Ray supports tokens since 2.52; for older versions: security: {auth: none}"
         yield f"Ray {spec.get('rayVersion')} has no authentication", cause
 
 
-def _workers_problems(
+def _find_worker_problems(
     groups: Sequence[Mapping[str, Any]], has_autoscaling: bool
 ) -> Iterator[tuple[str, str]]:
     names = [str(group["groupName"]) for group in groups]
     for name in names:
         if not DNS.fullmatch(name) or name == "headgroup":
-            cause = "it becomes part of its pods' names: small letters, digits and `-`"
-            yield f"`{name}` is not a name for a group on `kubernetes`", cause
+            cause = "it is part of the pods' names: lower-case letters, digits and `-`"
+            yield f"`{name}` is not a valid group name on `kubernetes`", cause
         if names.count(name) > 1:
-            yield f"two groups have the name `{name}`", "each has its own"
+            yield f"two groups have the name `{name}`", "group names must be unique"
     for group in groups:
         least, most = group.get("minReplicas"), group.get("maxReplicas")
         if least is None or most is None:
             if not has_autoscaling:
                 yield (
-                    f"the group `{group['groupName']}` is not whole",
-                    "minReplicas and maxReplicas are both needed",
+                    f"the group `{group['groupName']}` is incomplete",
+                    "minReplicas and maxReplicas are both required",
                 )
         elif not 0 <= least <= most:
             yield (
-                f"the group `{group['groupName']}` cannot be made",
-                f"at least {least} and at most {most} nodes",
+                f"the group `{group['groupName']}` has an invalid size",
+                f"minimum {least}, maximum {most} nodes",
             )
 
 
-def _group_problems(where: str, group: Mapping[str, Any], has_autoscaling: bool) -> Iterator[tuple[str, str]]:
+def _find_group_problems(
+    where: str, group: Mapping[str, Any], has_autoscaling: bool
+) -> Iterator[tuple[str, str]]:
     pod, start = group["template"]["spec"], group.get("rayStartParams") or {}
     if not pod.get("containers"):
         yield f"the pods of `{where}` have no container", "the first of `containers` is Ray's"
@@ -319,24 +328,24 @@ def _group_problems(where: str, group: Mapping[str, Any], has_autoscaling: bool)
         if re.fullmatch(r"cpu|memory|.*gpu|.*nvidia\.com/mig-\d+g\.\d+gb", name.lower()):
             yield (
                 f"`{name}` cannot be a resource of `{where}` on `kubernetes`",
-                "KubeRay takes the name for CPUs, memory or GPUs of the pod",
+                "KubeRay interprets the name as CPUs, memory or GPUs of the pod",
             )
         if "'" in name:
-            yield f"`{name}` cannot be a resource of `{where}`", "KubeRay writes it between such quotes"
+            yield f"`{name}` cannot be a resource of `{where}`", "KubeRay puts the name in single quotes"
     if "labels" in start:
-        yield f"labels of `{where}` are given to `ray start`", "write them as `labels`"
+        yield f"labels of `{where}` are in `ray_start`", "write them as `labels`"
     for key, value in (group.get("labels") or {}).items():
         if not QUALIFIED.fullmatch(key) or (
             value and not re.fullmatch(r"[A-Za-z0-9]([-\w.]{0,61}[A-Za-z0-9])?", value)
         ):
-            yield f"`{key}={value}` is not a label of Kubernetes", f"of the nodes of `{where}`"
+            yield f"`{key}={value}` is not a Kubernetes label", f"labels of the nodes of `{where}`"
     for key, value in start.items():
         if not isinstance(value, str):
-            yield f"`ray_start.{key}` is not a text", "write it in quotes"
+            yield f"`ray_start.{key}` is not a string", "write it in quotes"
     if has_autoscaling and pod.get("restartPolicy", "Never") != "Never":
         yield (
             f"`restartPolicy` of `{where}` cannot be {pod['restartPolicy']}",
-            "with `autoscale` pods are replaced: Never",
+            "with `autoscale` it must be Never: KubeRay replaces pods",
         )
     ray = pod["containers"][0]
     for name in {str(env.get("name")) for env in ray.get("env") or ()} & {
@@ -344,4 +353,4 @@ def _group_problems(where: str, group: Mapping[str, Any], has_autoscaling: bool)
         "REDIS_PASSWORD",
         "RAY_AUTH_TOKEN",
     }:
-        yield f"`{name}` cannot be set by hand", "KubeRay sets it: `gcs` and `security` of the file"
+        yield f"`{name}` cannot be set in the file", "KubeRay sets it from `gcs` and `security`"

@@ -1,4 +1,4 @@
-"""One RayCluster or RayJob and its pods, as the API server last told: asked once, or watched by whoever goes on looking."""
+"""One RayCluster or RayJob and its pods: read by single requests, or by watches if the caller polls."""
 
 from __future__ import annotations
 
@@ -10,170 +10,174 @@ from typing import Any
 from heliostat.backends.kubernetes import api as kube
 from heliostat.common.errors import HeliostatError, Refused
 
-AGAIN_S = 10.0  # whoever looks twice within so long goes on looking, and is told of changes
-WARNINGS_S = 2.0
+WATCH_AFTER_S = 10.0  # a second read within this time starts the watches
+WARNINGS_CACHE_S = 2.0
 Object = Mapping[str, Any]
 
 
 class Cluster:
     def __init__(
-        self, api: kube.Api, namespace: str, plural: str, name: str, uid: str, mark: str | None = None
+        self, api: kube.Api, namespace: str, plural: str, name: str, uid: str, cluster_id: str | None = None
     ) -> None:
-        self.mark = mark  # the id in the label of all that is made for it
+        self.cluster_id = cluster_id  # value of the label of the cluster's objects
         self.api, self.namespace, self.plural, self.name, self.uid = api, namespace, plural, name, uid
-        self.place = f"{kube.RAY}/namespaces/{namespace}/{plural}"
-        self.path = f"{self.place}/{name}"
+        self.collection_path = f"{kube.RAY_API}/namespaces/{namespace}/{plural}"
+        self.path = f"{self.collection_path}/{name}"
         self.token: str | None = None
-        self.asks_token = True
+        self.requires_token = True
         self._ray: str | None = name if plural == "rayclusters" else None
-        # of its RayCluster; KubeRay makes that of a RayJob anew, under its name, where somebody deletes it
+        # KubeRay recreates a deleted RayCluster of a RayJob under the same name, so it can have several uids
         self._ray_uids = {uid} if plural == "rayclusters" else set()
-        self._looked = -AGAIN_S
+        self._observed_at = -WATCH_AFTER_S
         self._watches: list[_Watch] = []
-        self._warned: tuple[float, list[Object]] = (-WARNINGS_S, [])
+        self._warnings: tuple[float, list[Object]] = (-WARNINGS_CACHE_S, [])
 
-    # -- what it is
+    # -- fields of the object
 
-    def ray_name(self, made: Object) -> str | None:
-        """The RayCluster's; that of a RayJob has one of its own, once the operator has chosen it."""
+    def ray_name(self, obj: Object) -> str | None:
+        """The RayCluster's name; for a RayJob, None until the operator has chosen it."""
         if self._ray is None:
-            self._ray = (made.get("status") or {}).get("rayClusterName") or None
+            self._ray = (obj.get("status") or {}).get("rayClusterName") or None
         return self._ray
 
-    def ray_spec(self, made: Object) -> Object:
-        spec: Object = made.get("spec") or {}
+    def ray_spec(self, obj: Object) -> Object:
+        spec: Object = obj.get("spec") or {}
         return spec if self.plural == "rayclusters" else spec.get("rayClusterSpec") or {}
 
-    def authenticated(self, made: Object) -> bool:
-        self.asks_token = (self.ray_spec(made).get("authOptions") or {}).get("mode") == "token"
-        return self.asks_token
+    def check_token_required(self, obj: Object) -> bool:
+        self.requires_token = (self.ray_spec(obj).get("authOptions") or {}).get("mode") == "token"
+        return self.requires_token
 
-    def service(self, made: Object) -> str:
-        status = made.get("status") or {}
+    def service(self, obj: Object) -> str:
+        status = obj.get("status") or {}
         head = (status if self.plural == "rayclusters" else status.get("rayClusterStatus") or {}).get("head")
-        return str((head or {}).get("serviceName") or f"{self.ray_name(made)}-head-svc")
+        return str((head or {}).get("serviceName") or f"{self.ray_name(obj)}-head-svc")
 
-    # -- asking
+    # -- requests
 
     def fetch(self) -> Object | None:
-        """The object itself; None: it is gone, or another has its name."""
+        """The object; None if it is deleted or another object has its name."""
         try:
-            made = self.api.call("GET", self.path)
-        except kube.NotThere:
+            obj = self.api.call("GET", self.path)
+        except kube.ObjectNotFound:
             return None
-        return self._mine(made)
+        return self._verify_uid(obj)
 
-    def _mine(self, made: Object | None) -> Object | None:
-        if made is None or made["metadata"]["uid"] != self.uid:
+    def _verify_uid(self, obj: Object | None) -> Object | None:
+        if obj is None or obj["metadata"]["uid"] != self.uid:
             return None
-        self.ray_name(made)
+        self.ray_name(obj)
         kind = {"rayclusters": "RayCluster", "rayjobs": "RayJob"}[self.plural]
-        return {"kind": kind, **made}
+        return {"kind": kind, **obj}
 
-    def exists(self) -> bool:
-        """The RayCluster of a RayJob, which may be gone before its job is."""
+    def ray_cluster_exists(self) -> bool:
+        """Whether the RayCluster exists; that of a RayJob may be deleted before the RayJob."""
         try:
-            found = self.api.call("GET", f"{kube.RAY}/namespaces/{self.namespace}/rayclusters/{self._ray}")
-        except kube.NotThere:
+            found = self.api.call(
+                "GET", f"{kube.RAY_API}/namespaces/{self.namespace}/rayclusters/{self._ray}"
+            )
+        except kube.ObjectNotFound:
             return False
         uid = str(found["metadata"]["uid"])
-        if self.uid not in (uid, *owners(found)):
+        if self.uid not in (uid, *owner_uids(found)):
             return False
         if uid not in self._ray_uids:
             self._ray_uids.add(uid)
-            self.token = None  # each has its own
+            self.token = None  # each RayCluster has its own token
         return True
 
-    def _own(self, pods: Iterable[Object]) -> list[Object]:
-        """The pods whose owner is our RayCluster: pods of another cluster of that name have the same label.
+    def _filter_owned(self, pods: Iterable[Object]) -> list[Object]:
+        """The pods that our RayCluster owns: pods of another cluster of that name have the same label.
 
-        A RayJob's RayCluster may be gone before we have seen its uid. Its name is the operator's choice and does not come
-        back, so what has its label then was its own."""
+        A RayJob's RayCluster may be deleted before its uid was read. The operator never reuses its name, so all pods with
+        its label are its own then."""
         found = list(pods)
-        strange = [pod for pod in found if not self._ray_uids.intersection(owners(pod))]
-        if self.plural == "rayjobs" and strange and not self.exists() and not self._ray_uids:
+        not_owned = [pod for pod in found if not self._ray_uids.intersection(owner_uids(pod))]
+        if self.plural == "rayjobs" and not_owned and not self.ray_cluster_exists() and not self._ray_uids:
             return found
-        return [pod for pod in found if self._ray_uids.intersection(owners(pod))]
+        return [pod for pod in found if self._ray_uids.intersection(owner_uids(pod))]
 
     def delete_pod(self, name: str, **options: Any) -> None:
-        """Deletes one pod of ours, known by its uid."""
+        """Deletes one pod of this cluster, by its uid."""
         path = f"/api/v1/namespaces/{self.namespace}/pods/{name}"
         pod = self.api.call("GET", path)
-        if not self._own([pod]):
-            raise kube.NotThere(f"`{name}` is not a pod of `{self.name}`", details=path)
+        if not self._filter_owned([pod]):
+            raise kube.ObjectNotFound(f"`{name}` is not a pod of `{self.name}`", details=path)
         self.api.delete(path, str(pod["metadata"]["uid"]), **options)
 
     @property
-    def _pods(self) -> tuple[str, dict[str, str]]:
+    def _pods_query(self) -> tuple[str, dict[str, str]]:
         return f"/api/v1/namespaces/{self.namespace}/pods", {"labelSelector": f"ray.io/cluster={self._ray}"}
 
     def list_pods(self) -> list[Object]:
         if self._ray is None:
             return []
-        path, query = self._pods
-        return self._own(self.api.call("GET", path, query=query)["items"])
+        path, query = self._pods_query
+        return self._filter_owned(self.api.call("GET", path, query=query)["items"])
 
     def remaining_pods(self) -> list[Object]:
-        """Its pods, also where the object itself is gone: a machine that does not answer keeps them.
+        """The cluster's pods, also after the object was deleted: a node that does not answer keeps its pods.
 
-        Of a RayJob that is gone nobody can ask which RayCluster it had. Its pods have our label; those of a copy that somebody
-        made of it have that too, but a RayCluster that lives and is not ours."""
-        if self._ray or not self.mark:
+        A deleted RayJob no longer has the name of its RayCluster. Its pods have our label. The pods of a copied RayJob have it
+        too, but their RayCluster exists and is not ours."""
+        if self._ray or not self.cluster_id:
             return self.list_pods()
-        query = {"labelSelector": f"{kube.LABEL}={self.mark}"}
-        clusters = self.api.call("GET", f"{kube.RAY}/namespaces/{self.namespace}/rayclusters", query=query)
-        others = {one["metadata"]["uid"] for one in clusters["items"] if self.uid not in owners(one)}
+        query = {"labelSelector": f"{kube.ID_LABEL}={self.cluster_id}"}
+        clusters = self.api.call(
+            "GET", f"{kube.RAY_API}/namespaces/{self.namespace}/rayclusters", query=query
+        )
+        others = {one["metadata"]["uid"] for one in clusters["items"] if self.uid not in owner_uids(one)}
         pods = self.api.call("GET", f"/api/v1/namespaces/{self.namespace}/pods", query=query)["items"]
-        return [pod for pod in pods if not others.intersection(owners(pod))]
+        return [pod for pod in pods if not others.intersection(owner_uids(pod))]
 
-    def look(self) -> tuple[Object | None, list[Object]]:
-        """(the object, its pods)."""
-        again, self._looked = self.in_view, time.monotonic()
+    def observe(self) -> tuple[Object | None, list[Object]]:
+        """(the object, its pods), from the watches if they are up to date."""
+        is_polled, self._observed_at = self.is_observed, time.monotonic()
         if any(watch.closed for watch in self._watches):
             self.close()
         if len(self._watches) == 2 and all(watch.synced for watch in self._watches):
             first, pods = self._watches
-            return self._mine(first.items.get(self.name)), self._own(pods.items.values())
-        made = self.fetch()
-        found = (made, self.list_pods() if made else [])
-        if again and made and self._ray and not self._watches:
-            path, query = self._pods
+            return self._verify_uid(first.items.get(self.name)), self._filter_owned(pods.items.values())
+        obj = self.fetch()
+        found = (obj, self.list_pods() if obj else [])
+        if is_polled and obj and self._ray and not self._watches:
+            path, query = self._pods_query
             self._watches = [
-                _Watch(self, self.place, {"fieldSelector": f"metadata.name={self.name}"}),
+                _Watch(self, self.collection_path, {"fieldSelector": f"metadata.name={self.name}"}),
                 _Watch(self, path, query),
             ]
         return found
 
     def warnings(self) -> list[Object]:
-        """Events of type Warning about it, the newest last."""
-        at, known = self._warned
-        if time.monotonic() - at < WARNINGS_S:
+        """Warning events about the cluster, the newest last."""
+        at, known = self._warnings
+        if time.monotonic() - at < WARNINGS_CACHE_S:
             return known
         found = []
         for name in dict.fromkeys(filter(None, (self.name, self._ray))):
             query = {"fieldSelector": f"involvedObject.name={name}"}
             try:
                 listed = self.api.call("GET", f"/api/v1/namespaces/{self.namespace}/events", query=query)
-            except Refused:  # without them we only know less
+            except Refused:  # events only add reasons
                 continue
-            # they outlive what they speak of by an hour, and its name comes back; that of a RayJob's cluster does not
-            mine = [
+            # events outlive their object by an hour; the name of a RayCluster may be reused, that of a RayJob's is not
+            own = [
                 e for e in listed["items"] if name != self.name or e["involvedObject"].get("uid") == self.uid
             ]
-            found += [event for event in mine if event.get("type") == "Warning"]
-        found.sort(key=_time)
-        self._warned = (time.monotonic(), found)
+            found += [event for event in own if event.get("type") == "Warning"]
+        found.sort(key=_event_time)
+        self._warnings = (time.monotonic(), found)
         return found
 
     @property
-    def in_view(self) -> bool:
-        """Somebody goes on looking."""
-        return time.monotonic() - self._looked < AGAIN_S
+    def is_observed(self) -> bool:
+        """Whether a caller has read the state recently."""
+        return time.monotonic() - self._observed_at < WATCH_AFTER_S
 
-    def stale(self) -> None:
-        """We have just changed it: what was told before may be older than that."""
+    def invalidate(self) -> None:
+        """Discards the watched state after a change: it may be older than the change."""
         self.close()
-        self._looked = -AGAIN_S
+        self._observed_at = -WATCH_AFTER_S
 
     def close(self) -> None:
         for watch in self._watches:
@@ -181,20 +185,21 @@ class Cluster:
         self._watches = []
 
 
-def owners(made: Object) -> list[str]:
-    """The uids of the objects that own this one."""
-    return [str(owner["uid"]) for owner in made["metadata"].get("ownerReferences") or ()]
+def owner_uids(obj: Object) -> list[str]:
+    """The uids of the object's owners."""
+    return [str(owner["uid"]) for owner in obj["metadata"].get("ownerReferences") or ()]
 
 
-def _time(event: Object) -> str:
+def _event_time(event: Object) -> str:
     series = event.get("series") or {}
     times = (series.get("lastObservedTime"), event.get("lastTimestamp"), event.get("eventTime"))
     return str(next(filter(None, times), ""))
 
 
 class _Watch(threading.Thread):
-    """Keeps the objects of one kind up to date, until it is closed; and closes when it would have to ask again for somebody
-    who looks no more: a notebook goes on for days."""
+    """Keeps the objects of one kind up to date until it is closed.
+
+    It closes itself when callers stop reading: a notebook may run for days."""
 
     def __init__(self, cluster: Cluster, path: str, query: Mapping[str, str]) -> None:
         super().__init__(daemon=True)
@@ -205,7 +210,7 @@ class _Watch(threading.Thread):
 
     def run(self) -> None:
         version, pause = None, 0.2
-        while not self.closed and self.cluster.in_view:
+        while not self.closed and self.cluster.is_observed:
             try:
                 if version is None:
                     listed = self.api.call("GET", self.path, query=self.query)
@@ -217,16 +222,16 @@ class _Watch(threading.Thread):
                     pause = 0.2
                     if self.closed:
                         return
-            except HeliostatError:  # silence, a no, or too long ago: whoever looks asks for himself meanwhile
+            except HeliostatError:  # callers send single requests until the next list succeeds
                 version, self.synced = None, False
                 time.sleep(pause)
                 pause = min(5.0, pause * 2)
         self.closed = True
 
     def _apply(self, event: Mapping[str, Any]) -> None:
-        """A new table each time: whoever reads has a whole one."""
+        """Replaces the table, so that readers in other threads see a complete one."""
         if event["type"] == "BOOKMARK":
             return
         name = event["object"]["metadata"]["name"]
-        rest = {known: item for known, item in self.items.items() if known != name}
-        self.items = rest if event["type"] == "DELETED" else {**rest, name: event["object"]}
+        others = {known: item for known, item in self.items.items() if known != name}
+        self.items = others if event["type"] == "DELETED" else {**others, name: event["object"]}

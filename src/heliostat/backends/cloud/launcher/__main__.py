@@ -1,4 +1,4 @@
-"""JSON in on standard input, one JSON answer out: `create`, `look`, `end`, `drop`, `check`. What Ray's launcher prints goes to stderr."""
+"""Runs one operation: a JSON request on stdin, a JSON answer on stdout. The launcher's output goes to stderr."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from heliostat.common.errors import Code, HeliostatError
 from heliostat.state.files import write_atomic
 
 Json = dict[str, Any]
-AGAIN_S = 3.0
-PROFILE_S = 120.0  # a new role is known everywhere only after a while
-END_S = 600.0  # for instances to end
-ENDED = "heliostat-ended"  # the tag in which the head says why it ended the cluster
+RETRY_DELAY_S = 3.0
+PROFILE_TIMEOUT_S = 120.0  # until a new role is valid in all services
+TERMINATE_TIMEOUT_S = 600.0  # for the termination of the instances
+END_REASON_TAG = "heliostat-ended"  # tag of the head: why it terminated the cluster
 UNKNOWN_PROFILE = "Invalid IAM Instance Profile"
 
 
 def create(request: Json) -> Json:
-    """The head, whose autoscaler makes the workers. What is ours alone (security group, key, role) is made first."""
+    """Creates the cluster's own objects (security group, key, role), then the head, whose autoscaler creates the workers."""
     config = request["config"]
-    made = resources.make(config, request["own"]) if request.get("own") else []
-    deadline = time.monotonic() + PROFILE_S
+    made = resources.create(config, request["own"]) if request.get("own") else []
+    deadline = time.monotonic() + PROFILE_TIMEOUT_S
     while True:
         try:
-            resolved = _sdk().create_or_update_cluster(config, no_config_cache=True)
+            resolved = _load_sdk().create_or_update_cluster(config, no_config_cache=True)
             return {"made": made, "auth": resolved["auth"]}
         except Exception as error:
-            if UNKNOWN_PROFILE not in refusals.whole(error) or time.monotonic() > deadline:
+            if UNKNOWN_PROFILE not in refusals.full_text(error) or time.monotonic() > deadline:
                 raise
-            time.sleep(AGAIN_S)
+            time.sleep(RETRY_DELAY_S)
 
 
-def look(request: Json) -> Json:
-    """The instances that have not ended; of a cluster without any, why it ended itself, where it could say so."""
-    provider = _provider(request["config"])
+def list_instances(request: Json) -> Json:
+    """The instances; if there are none, the reason why the cluster terminated itself, where it is known."""
+    provider = _load_provider(request["config"])
     found = [_describe(provider, node) for node in provider.non_terminated_nodes({})]
-    ended = "" if found else resources.last_words(request["config"], ENDED)
+    ended = "" if found else resources.read_end_reason(request["config"], END_REASON_TAG)
     return {"nodes": found, "ended": ended}
 
 
@@ -52,7 +52,7 @@ def _describe(provider: Any, node: str) -> Json:
     tags = provider.node_tags(node)
     addresses: Json = {}
     for key in ("internal_ip", "external_ip"):
-        with contextlib.suppress(Exception):  # one that is being made, or has just gone, has none
+        with contextlib.suppress(Exception):  # a new or terminated instance has no address
             addresses[key] = getattr(provider, key)(node)
     return {
         "id": node,
@@ -63,48 +63,48 @@ def _describe(provider: Any, node: str) -> Json:
     }
 
 
-def end(request: Json) -> Json:
-    """Every instance of the cluster, then what we made for it; verified. Nothing that has another cluster's tag."""
+def terminate(request: Json) -> Json:
+    """Terminates all instances with the cluster's tag, verifies that, and removes the cluster's other objects."""
     config = request["config"]
     if config["provider"]["type"] == "azure":
-        gone = [node["id"] for node in look(request)["nodes"]]
-        _sdk().teardown_cluster(config)  # it knows what belongs to the cluster beside its machines
+        terminated = [node["id"] for node in list_instances(request)["nodes"]]
+        _load_sdk().teardown_cluster(config)  # it also removes network and identity
     else:
-        gone = _end_instances(config)
-    left = [node["id"] for node in look(request)["nodes"]]
+        terminated = _terminate_all(config)
+    left = [node["id"] for node in list_instances(request)["nodes"]]
     if left:
         raise HeliostatError(
-            "some instances could not be ended",
-            cause=f"still there: {', '.join(left)}",
+            "some instances could not be terminated",
+            cause=f"left: {', '.join(left)}",
             code=Code.CLOUD_INSTANCES_LEFT,
         )
     removed = resources.remove(request["own"]) if request.get("own") else []
-    stays = resources.stays(config, request.get("own"))
-    return {"ended": gone, "removed": removed, "stays": stays}
+    remaining = resources.list_remaining(config, request.get("own"))
+    return {"ended": terminated, "removed": removed, "stays": remaining}
 
 
-def _end_instances(config: Json) -> list[str]:
-    """All at once, and again whatever an autoscaler that was still alive has made meanwhile."""
-    provider, none = _provider(config), 0
-    gone: list[str] = []
-    deadline = time.monotonic() + END_S
+def _terminate_all(config: Json) -> list[str]:
+    """Terminates all instances; repeats for those that a running autoscaler has created meanwhile."""
+    provider, empty_polls = _load_provider(config), 0
+    terminated: list[str] = []
+    deadline = time.monotonic() + TERMINATE_TIMEOUT_S
     while time.monotonic() < deadline:
         found = provider.non_terminated_nodes({})
-        none = 0 if found or resources.ending(config) else none + 1
-        if none and (none > 1 or not gone):
+        empty_polls = 0 if found or resources.has_terminating_instances(config) else empty_polls + 1
+        if empty_polls and (empty_polls > 1 or not terminated):
             break
-        fresh = [node for node in found if node not in gone]
+        fresh = [node for node in found if node not in terminated]
         if fresh:
             provider.terminate_nodes(fresh)
-            gone += fresh
+            terminated += fresh
         else:
-            time.sleep(AGAIN_S if gone else 0.5)
-    return gone
+            time.sleep(RETRY_DELAY_S if terminated else 0.5)
+    return terminated
 
 
-def drop(request: Json) -> Json:
-    """These instances only: the autoscaler puts others in their place."""
-    provider = _provider(request["config"])
+def terminate_instances(request: Json) -> Json:
+    """Terminates these instances; the autoscaler replaces them."""
+    provider = _load_provider(request["config"])
     known = provider.non_terminated_nodes({})
     provider.terminate_nodes([node for node in request["ids"] if node in known])
     return {}
@@ -114,52 +114,54 @@ def check(request: Json) -> Json:
     return resources.check(request["config"])
 
 
-VERBS: Mapping[str, Callable[[Json], Json]] = {
+OPERATIONS: Mapping[str, Callable[[Json], Json]] = {
     "create": create,
-    "look": look,
-    "end": end,
-    "drop": drop,
+    "list": list_instances,
+    "terminate": terminate,
+    "terminate_instances": terminate_instances,
     "check": check,
 }
 
 
-def _sdk() -> Any:
+def _load_sdk() -> Any:
     from ray.autoscaler import sdk
 
     sdk.configure_logging(log_style="pretty", color_mode="false", verbosity=0)
-    share_no_connection()
+    disable_connection_sharing()
     return sdk
 
 
-def share_no_connection() -> None:
-    """Ray shares ssh connections by sockets in /tmp/ray_ssh_HASH, a name that any user of this host can compute. Whoever makes
-    that directory first owns the sockets, and is given every command and file, the token among them. So: no sharing."""
+def disable_connection_sharing() -> None:
+    """Disables Ray's sharing of ssh connections.
+
+    Ray puts the sockets into /tmp/ray_ssh_HASH, a name that every user of the host can compute. A user who creates that
+    directory first owns the sockets and receives every command and file, including the token."""
     from ray.autoscaler._private import command_runner
 
     runner = command_runner.SSHCommandRunner
-    plain = runner.__init__
+    original_init = runner.__init__
     if getattr(runner, "shares_nothing", False):
-        return  # done before
+        return  # already disabled
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        plain(self, *args, **kwargs)
+        original_init(self, *args, **kwargs)
         self.ssh_control_path = None
         proxy = {"ProxyCommand": self.ssh_proxy_command}
         self.ssh_options = command_runner.SSHOptions(self.ssh_private_key, None, **proxy)
 
-    # in the class itself: other modules of Ray have imported it by name
+    # patch the class: other modules of Ray have imported it by name
     runner.__init__, runner.shares_nothing = init, True
 
 
-def _provider(config: Json) -> Any:
+def _load_provider(config: Json) -> Any:
     from ray.autoscaler._private.providers import _get_node_provider
 
-    _sdk()
+    _load_sdk()
     return _get_node_provider(config["provider"], config["cluster_name"], use_cache=False)
 
 
 def prepare(request: Json) -> None:
-    """What Ray reads when it is imported."""
+    """Sets the environment variables that Ray reads at import."""
     temp = Path(request["temp"])
     temp.mkdir(mode=0o700, parents=True, exist_ok=True)
     os.environ["TMPDIR"] = str(temp)
@@ -171,14 +173,14 @@ def prepare(request: Json) -> None:
 
 def main() -> int:
     out = os.dup(1)
-    os.dup2(2, 1)  # Ray's launcher writes what it does to stdout
+    os.dup2(2, 1)  # Ray's launcher prints to stdout
     text = sys.stdin.buffer.read()
     if not text.strip():
-        return 1  # whoever started us is gone
+        return 1  # the caller has died
     request = json.loads(text)
     try:
         prepare(request)
-        answer: Json = {"ok": True, **VERBS[request["do"]](request)}
+        answer: Json = {"ok": True, **OPERATIONS[request["do"]](request)}
     except BaseException as error:
         traceback.print_exc()
         answer = {"ok": False, **refusals.explain(error, request["config"])}
