@@ -141,7 +141,7 @@ class IllegalTransition(ValueError):
 
 
 def check_transition(old: NodeState, new: NodeState) -> None:
-    """Raises IllegalMove unless the table has `old` -> `new`. It has no `old` -> `old`."""
+    """Raises IllegalTransition unless the table has `old` -> `new`. It has no `old` -> `old`."""
     if new not in TRANSITIONS[old]:
         raise IllegalTransition(f"a node cannot go from {old} to {new}")
 
