@@ -9,7 +9,7 @@ from typing import Any
 
 from heliostat.cluster.manager import ClusterManager
 from heliostat.diagnostics import sizing
-from heliostat.diagnostics.advisor import Actors, Demand, Figures, Gpu, Group, Node, Reading
+from heliostat.diagnostics.figures import Actors, Demand, Figures, Gpu, Group, Node, Reading
 from heliostat.remote.ray_client import RayApi
 
 EVERY_S = 2.5  # a host is looked at every five seconds

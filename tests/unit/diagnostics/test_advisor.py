@@ -7,19 +7,8 @@ from typing import Any
 
 import pytest
 
-from heliostat.diagnostics.advisor import (
-    Actors,
-    Advice,
-    Demand,
-    Figures,
-    Gpu,
-    Group,
-    Node,
-    Reading,
-    advise,
-    gpu_use,
-    summary,
-)
+from heliostat.diagnostics.advisor import Advice, advise, summary
+from heliostat.diagnostics.figures import Actors, Demand, Figures, Gpu, Group, Node, Reading, gpu_use
 
 MIB, GIB = 2**20, 2**30
 STORE = [0.0, 100.0 * MIB]
