@@ -20,8 +20,8 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Node:
-    """One node at one moment. `resources`: used and total, as Ray counts. `held`: what placement groups hold and nobody
-    uses. `at`: when the host was looked at."""
+    """One node at one time. `resources`: used and total, as Ray counts. `held`: reserved by placement groups, but unused.
+    `at`: when Ray measured the host."""
 
     name: str
     resources: Mapping[str, Sequence[float]]
@@ -31,28 +31,28 @@ class Node:
     memory: tuple[float, float] | None = None  # used, total, in bytes
     gpus: Sequence[Gpu] = ()
 
-    def used(self, what: str) -> float:
-        return self.resources.get(what, (0.0, 0.0))[0]
+    def used(self, resource: str) -> float:
+        return self.resources.get(resource, (0.0, 0.0))[0]
 
-    def total(self, what: str) -> float:
-        return self.resources.get(what, (0.0, 0.0))[1]
+    def total(self, resource: str) -> float:
+        return self.resources.get(resource, (0.0, 0.0))[1]
 
-    def taken(self, what: str) -> float:
-        return self.used(what) + self.held.get(what, 0.0)
+    def taken(self, resource: str) -> float:
+        return self.used(resource) + self.held.get(resource, 0.0)
 
-    def could_take(self, shape: Shape) -> bool:
-        """Were it empty."""
+    def fits_when_empty(self, shape: Shape) -> bool:
+        """Whether the node's total resources suffice."""
         return all(value <= self.total(name) for name, value in shape.items())
 
-    def has_room(self, shape: Shape, *, held: bool = False) -> bool:
-        """Now. held: were that free, too, which placement groups hold for nobody."""
-        taken = self.used if held else self.taken
+    def fits_now(self, shape: Shape, *, ignore_held: bool = False) -> bool:
+        """Whether the free resources suffice. ignore_held: count unused resources of placement groups as free."""
+        taken = self.used if ignore_held else self.taken
         return all(value <= self.total(name) - taken(name) for name, value in shape.items())
 
 
 @dataclass(frozen=True)
 class Demand:
-    """Tasks and actors of one shape that wait for a place; `grouped` of them in a placement group's own."""
+    """Pending tasks and actors of one shape; `grouped` of them are inside a placement group."""
 
     shape: Shape
     count: int
@@ -61,7 +61,7 @@ class Demand:
 
 @dataclass(frozen=True)
 class Reading:
-    """A cluster at one moment."""
+    """A cluster at one time."""
 
     nodes: Sequence[Node]
     demands: Sequence[Demand] = ()
@@ -69,7 +69,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Actors:
-    """Those of one class, shape and job that live, and that wait for a place."""
+    """Actors of one class, shape and job: how many are alive, and how many wait for resources."""
 
     name: str
     shape: Shape
@@ -80,14 +80,14 @@ class Actors:
 
 @dataclass(frozen=True)
 class Group:
-    """A placement group that waits. `infeasible`: Ray's own word; of PACK and SPREAD it never says it."""
+    """A pending placement group. `infeasible`: as Ray reports it, which it never does for PACK and SPREAD."""
 
     bundles: Sequence[Shape]
     infeasible: bool
     job: str
 
     def fits(self, nodes: Sequence[Node]) -> bool:
-        """False: these nodes could not hold it were they empty. True may be wrong for bundles of several shapes."""
+        """False: the nodes cannot hold the group even when empty. True may be wrong for bundles of several shapes."""
         if self.infeasible:
             return False
 
@@ -97,20 +97,23 @@ class Group:
                 default=len(self.bundles),
             )
 
-        def as_large(shape: Shape) -> int:
+        def count_at_least(shape: Shape) -> int:
             return sum(all(b.get(name, 0.0) >= value for name, value in shape.items()) for b in self.bundles)
 
-        wanted: dict[str, float] = {}
+        totals: dict[str, float] = {}
         for name, value in (item for bundle in self.bundles for item in bundle.items()):
-            wanted[name] = wanted.get(name, 0.0) + value
+            totals[name] = totals.get(name, 0.0) + value
         return all(
-            amount <= sum(node.total(name) for node in nodes) for name, amount in wanted.items()
-        ) and all(as_large(shape) <= sum(slots(node, shape) for node in nodes) for shape in self.bundles)
+            amount <= sum(node.total(name) for node in nodes) for name, amount in totals.items()
+        ) and all(
+            count_at_least(shape) <= sum(slots(node, shape) for node in nodes) for shape in self.bundles
+        )
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What was seen: several readings, oldest first, and at their end who runs what. `spilled`: node -> bytes, first and last."""
+    """Several readings, oldest first, and the actors and placement groups at their end. `spilled`: node -> bytes at the first
+    and at the last reading."""
 
     readings: Sequence[Reading]
     actors: Sequence[Actors] = ()
@@ -123,19 +126,19 @@ class Figures:
     def last(self) -> Reading:
         return self.readings[-1]
 
-    def taken(self, what: str) -> float:
-        return sum(node.taken(what) for node in self.last.nodes)
+    def taken(self, resource: str) -> float:
+        return sum(node.taken(resource) for node in self.last.nodes)
 
-    def total(self, what: str) -> float:
-        return sum(node.total(what) for node in self.last.nodes)
+    def total(self, resource: str) -> float:
+        return sum(node.total(resource) for node in self.last.nodes)
 
-    def lasting(self) -> list[Demand]:
-        """What waited at every reading: whatever comes and goes in between is a queue that moves."""
-        shapes = [{key(demand.shape) for demand in reading.demands} for reading in self.readings]
-        return [d for d in self.last.demands if all(key(d.shape) in seen for seen in shapes)]
+    def lasting_demands(self) -> list[Demand]:
+        """The demands that were pending at every reading; others belong to a queue that moves."""
+        shapes = [{shape_key(demand.shape) for demand in reading.demands} for reading in self.readings]
+        return [d for d in self.last.demands if all(shape_key(d.shape) in keys for keys in shapes)]
 
-    def use_of(self, shape: Shape) -> str:
-        """How much of what a shape asks for is taken, and by whom."""
+    def describe_use(self, shape: Shape) -> str:
+        """How much of the shape's resources is taken, and by which actors."""
         parts = [f"{self.taken(name):g} of {self.total(name):g} {name} taken" for name in shape]
         holders = sorted(
             (
@@ -144,40 +147,41 @@ class Figures:
             ),
             key=lambda holder: -holder[0],
         )
-        parts += [f"{a:g} by {who.alive} × `{who.name}` of job {who.job}" for a, who in holders[:2] if a]
+        parts += [f"{n:g} by {a.alive} × `{a.name}` of job {a.job}" for n, a in holders[:2] if n]
         return ", ".join(parts)
 
 
-def key(shape: Shape) -> tuple[tuple[str, float], ...]:
+def shape_key(shape: Shape) -> tuple[tuple[str, float], ...]:
     return tuple(sorted((name, value) for name, value in shape.items() if value))
 
 
-def moments(figures: Figures, name: str) -> list[Node]:
-    """A node as its host was looked at, each look once: it looks less often than we ask."""
-    seen = {}
+def measurements(figures: Figures, name: str) -> list[Node]:
+    """Each measurement of a node's host once: Ray measures less often than we read."""
+    by_time = {}
     for reading in figures.readings:
         for node in reading.nodes:
             if node.name == name and node.at is not None:
-                seen[node.at] = node
-    return list(seen.values())
+                by_time[node.at] = node
+    return list(by_time.values())
 
 
 def mean_cpu(figures: Figures, name: str) -> float | None:
-    uses = [node.cpu for node in moments(figures, name) if node.cpu is not None]
+    """The mean CPU utilization of a node in percent."""
+    uses = [node.cpu for node in measurements(figures, name) if node.cpu is not None]
     return fmean(uses) if uses else None
 
 
-def gpu_use(figures: Figures) -> list[tuple[Node, int, float]]:
-    """(node, index, mean use in percent) of every GPU that tells."""
+def mean_gpu_use(figures: Figures) -> list[tuple[Node, int, float]]:
+    """(node, index, mean utilization in percent) of every GPU that reports its utilization."""
     found = []
     for node in figures.last.nodes:
-        looks = moments(figures, node.name)
+        measured = measurements(figures, node.name)
         for index in range(len(node.gpus)):
-            uses = [u for look in looks if index < len(look.gpus) and (u := look.gpus[index].use) is not None]
+            uses = [u for at in measured if index < len(at.gpus) and (u := at.gpus[index].use) is not None]
             if uses:
                 found.append((node, index, fmean(uses)))
     return found
 
 
-def _looks(figures: Figures) -> int:
-    return max(len(moments(figures, node.name)) for node in figures.last.nodes)
+def count_measurements(figures: Figures) -> int:
+    return max(len(measurements(figures, node.name)) for node in figures.last.nodes)
