@@ -111,7 +111,7 @@ def test_a_cluster_of_three_machines(lab: Lab) -> None:
     )
     ok(lab.heliostat("restart", "lab", "--node", "zinc"))
     assert status(lab)["state"] == "ready"
-    assert "is up already" in ok(lab.heliostat("up", file)).err
+    assert "is already running" in ok(lab.heliostat("up", file)).err
     ok(lab.heliostat("scale", "lab", "1"))
     assert list(status(lab)) == ["state", "n1", "zinc"]
     ok(lab.heliostat("down", "lab"))

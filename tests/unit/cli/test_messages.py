@@ -78,7 +78,7 @@ class Person:
         text = re.sub(r"crash-[-\d]+\.txt", "crash-TIME.txt", text)
         text = re.sub(r"\(the agent, [^)]*\)", "(the agent, SIZE)", text)
         text = re.sub(r"\b1[6-9]\d{8}\.\d+\b", "TIME", text)
-        text = re.sub(r"AGE +WHY", "AGE  WHY", re.sub(r"\b\d{3,}d( \d+[hms])? +", "AGE  ", text))
+        text = re.sub(r"AGE +REASON", "AGE  REASON", re.sub(r"\b\d{3,}d( \d+[hms])? +", "AGE  ", text))
         return text.replace(__version__, "VERSION").replace("\r", "<CR>")
 
     def shown(self, words: tuple[str, ...], said: Said) -> str:
@@ -344,7 +344,7 @@ def case(line: str, world: Callable[[Person], Any] = bare, **env: str) -> Case:
 CASES: dict[str, Case] = {
     # help, and not knowing what to type
     "help": case("--help"),
-    **{f"help-{verb}": case(f"{verb} --help") for verb in app.VERBS},
+    **{f"help-{verb}": case(f"{verb} --help") for verb in app.COMMANDS},
     "version": case("--version"),
     "nothing": case(""),
     "unknown-verb": case("stauts"),
@@ -738,15 +738,15 @@ def test_a_defect_of_ours_is_no_traceback(person: Person, monkeypatch: pytest.Mo
         and said.out == ""
         and person.plain(said.err).splitlines()
         == [
-            "error: heliostat itself failed",
+            "error: heliostat failed unexpectedly",
             "  cause: RuntimeError: it's broken in two lines",
             "  details: traceback: HOME/crash-TIME.txt",
-            "  hint: the same command with --debug",
+            "  hint: repeat the command with --debug",
         ]
     )
     assert "in break_it" in crash.read_text() and crash.stat().st_mode & 0o077 == 0
     assert "Traceback" in person.types("ls", "--debug").err
-    assert json.loads(person.types("ls", "--json").out)["error"]["message"] == "heliostat itself failed"
+    assert json.loads(person.types("ls", "--json").out)["error"]["message"] == "heliostat failed unexpectedly"
 
 
 def test_debug_shows_where_an_error_comes_from(person: Person, monkeypatch: pytest.MonkeyPatch) -> None:
