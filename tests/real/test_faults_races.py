@@ -131,7 +131,7 @@ def test_up_after_the_head_was_killed(home: Path, up: list[str]) -> None:
     heliostat(*up)
     for node in nodes:
         node.gone()
-    assert [record["reason"] for record in past(home)] == ["its head is gone"]
+    assert [record["reason"] for record in past(home)] == ["its head has ended"]
     assert document("status", "lab")["state"] == "ready"
     heliostat("down", "lab")
 

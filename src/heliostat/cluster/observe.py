@@ -29,7 +29,10 @@ if TYPE_CHECKING:
 
 N = NodeState
 OBSERVE_LOCK_S = 5.0  # the next command that observes the cluster writes what this one could not
-SCALED, RESTARTED = "scaled down", "restarted"  # reasons for the end of a node while its cluster goes on
+SCALED, RESTARTED = (
+    "scaled down",
+    "restarted",
+)  # reasons for the end of a node while its cluster keeps running
 _RUNS = Observation(N.ALLOCATED)
 
 
@@ -224,7 +227,7 @@ class Observer:
         if node.state in TERMINAL or node.handle is None:
             return None
         record, live = evidence.record, evidence.live
-        seen = evidence.seen.get(node.handle, Observation(N.UNKNOWN, "the site did not answer for it"))
+        seen = evidence.seen.get(node.handle, Observation(N.UNKNOWN, "the backend did not report it"))
         # a node that ends by itself is still wanted: the scheduler may queue its job again
         was_stopped = node.state is N.STOPPING and node.reason in (SCALED, RESTARTED)
         wanted = record.target == "up" and not was_stopped

@@ -156,7 +156,7 @@ def past(person: Person) -> None:
         }
         record = Record(name, f"{name}0123", "local", more.pop("kind", "up"), at, {"on": "local", "name": name}, nodes=nodes, **more)  # fmt: skip
         events = [
-            {"at": at, "kind": "note", "text": "asked for on local"},
+            {"at": at, "kind": "note", "text": "requested on local"},
             {
                 "at": at + 0.25,
                 "kind": "move",
@@ -237,7 +237,7 @@ def live(person: Person, dashboard: int = 1, state: str = "READY") -> ClusterFol
     person.known[f"_DASHBOARD_PORT={dashboard}\n"] = "_DASHBOARD_PORT=PORT\n"
     said = {n: {"state": state if n == "w1" else "READY", "reason": "its agent is silent" if state == "LOST" else "", "launch": 1,
                 "since": started + 9, "ip": "127.0.0.2", "host": "vm", "ports": {}} for n in nodes}  # fmt: skip
-    event = {"at": 1_700_000_000.0, "kind": "note", "text": "asked for on local"}
+    event = {"at": 1_700_000_000.0, "kind": "note", "text": "requested on local"}
     return person.store.create(
         record,
         {
