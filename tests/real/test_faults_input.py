@@ -268,7 +268,7 @@ def test_a_range_that_has_room_for_one_node(home: Path, tmp_path: Path) -> None:
     (tmp_path / "heliostat.yaml").write_text(f"network: {{ports: {first}-{last}}}\nnodes: 2\n")
     venv = fake_ray(tmp_path / "v")
     said = refused(heliostat("up", "--name", "lab", "--venv", venv, code=None, cwd=tmp_path), 3)
-    assert said["error"] == "`lab` has 1 of the 2 nodes asked for"
+    assert said["error"] == "`lab` has 1 of the 2 requested nodes"
     assert said["cause"] == f"w1: no block of 64 free ports between {first} and {last}"
     heliostat("down", "lab")
 

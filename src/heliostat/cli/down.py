@@ -43,7 +43,7 @@ def command(
     `down --on ssh lab.yaml` terminates a cluster whose record is not on this machine."""
     manager = ClusterManager(emit=out.emit)
     if keep and now:
-        raise UsageError("`--keep` and `--now` exclude each other", hint="keep one of them")
+        raise UsageError("`--keep` and `--now` exclude each other", hint="use one of them")
     if backend:
         clusters = tuple(find_by_file(manager, file, backend) for file in clusters)
     names = manager.store.names() if every else list(dict.fromkeys(clusters))

@@ -13,8 +13,8 @@ from heliostat.cli.output import Output
 NATIVE_OPTIONS_KEY = "heliostat.native_options"
 COMMAND_KEY = "heliostat.command"
 NATIVE_OPTIONS_HELP = (
-    "An unknown option before the script goes to the scheduler unchanged, e.g. --partition=gpu (Slurm, PBS). It takes the next "
-    "argument as its value, unless that is an option or a .py file; `--` ends the options."
+    "With Slurm or PBS, an unknown option before the script goes to the scheduler unchanged, e.g. --partition=gpu. It takes the "
+    "next argument as its value, unless that is an option or a .py file; `--` ends the options."
 )
 
 

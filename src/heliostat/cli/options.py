@@ -141,9 +141,9 @@ def _parse_wait_timeout(text: str) -> int:
     try:
         seconds = parse_walltime(text)
     except ValueError as error:
-        raise UsageError("`--wait-timeout` cannot be used", cause=str(error)) from None
+        raise UsageError("`--wait-timeout` is invalid", cause=str(error)) from None
     if seconds <= 0:
-        raise UsageError("`--wait-timeout` cannot be used", cause=f"`{text}` is not longer than zero")
+        raise UsageError("`--wait-timeout` is invalid", cause=f"`{text}` is not longer than zero")
     return seconds
 
 
@@ -151,7 +151,7 @@ def refuse_wait_timeout(given: float | None, beside: str, cause: str) -> None:
     """Raises UsageError if --wait-timeout was given to a command that does not wait."""
     if given is not None:
         raise UsageError(
-            f"`--wait-timeout` cannot be used with `{beside}`", cause=cause, hint="keep one of them"
+            f"`--wait-timeout` cannot be used with `{beside}`", cause=cause, hint="use one of them"
         )
 
 

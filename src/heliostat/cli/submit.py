@@ -57,7 +57,7 @@ def command(
     if working_dir is not None and not working_dir.is_dir():
         raise UsageError(f"`{working_dir}` is not a directory", hint="--working-dir .")
     if working_dir is not None and no_working_dir:
-        raise UsageError("`--working-dir` and `--no-working-dir` exclude each other", hint="keep one of them")
+        raise UsageError("`--working-dir` and `--no-working-dir` exclude each other", hint="use one of them")
     if job_id is not None:
         check_job_id(job_id)
     manager = ClusterManager(emit=out.emit)

@@ -40,7 +40,7 @@ def command(
 ) -> None:
     """Start a cluster, wait until it is ready and print its Ray address."""
     if path and file:
-        raise UsageError(f"two files are given: `{path}` and `{file}`", hint="keep one of them")
+        raise UsageError(f"two files are given: `{path}` and `{file}`", hint="use one of them")
     if no_wait:
         refuse_wait_timeout(wait_timeout, "--no-wait", "`up --no-wait` does not wait for nodes")
     config = read_config(values, path or file)
