@@ -1,7 +1,7 @@
-"""What pages show of the program itself: `python -m docs.made` writes it anew, tests/unit/test_docs.py compares.
+"""Generates the parts of pages that show the program's output: `python -m docs.made`. tests/unit/test_docs.py compares them.
 
-Between `<!-- made: WHAT -->` and `<!-- end -->` stands a command line of ours with what it prints (on a computer without
-schedulers, in a folder with those files of the page that it names), or one of the lists below.
+Between `<!-- made: CONTENT -->` and `<!-- end -->` is a command with its output, or one of the lists below. A command runs
+without schedulers, in a directory with the page's files that it names.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ import click
 import heliostat
 from docs.pages import ROOT, files, pages, without_blocks
 from heliostat import backends
-from heliostat.cli.app import VERBS, cli
+from heliostat.cli.app import COMMANDS, cli
 from heliostat.diagnostics import doctor
 
 MADE = re.compile(
-    r"(?P<begin>^<!-- made: (?P<what>.*?) -->\n)(?P<text>.*?)(?P<end>^<!-- end -->$)", re.M | re.S
+    r"(?P<begin>^<!-- made: (?P<content>.*?) -->\n)(?P<text>.*?)(?P<end>^<!-- end -->$)", re.M | re.S
 )
 LINK = re.compile(r"\[[^\[\]]*\]\(([^)\s]+)\)")
 PUBLIC = ("up", "connect", "Cluster", "Job", "HeliostatError")
 LINKS = ROOT / "docs" / "links.txt"
 
 
-def typed(line: str, given: dict[str, str]) -> str:
-    """The block of one command line. ` | head -N` at its end leaves the rest out."""
-    command, _, most = line.partition(" | head -")
+def run_command(line: str, given: dict[str, str]) -> str:
+    """The block of one command and its output. ` | head -N` at the end limits the output."""
+    command, _, limit = line.partition(" | head -")
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder).resolve()
         work = home / "work"
@@ -59,13 +59,13 @@ def typed(line: str, given: dict[str, str]) -> str:
                 "TZ": "UTC",
             },
         )
-    lines = plain(done.stdout, home).rstrip("\n").splitlines()
-    shown = lines[: int(most)] + ["…"] if most else lines
-    return "\n".join(["```console", f"$ {command}", *shown, "```\n"])
+    lines = anonymize(done.stdout, home).rstrip("\n").splitlines()
+    printed = lines[: int(limit)] + ["…"] if limit else lines
+    return "\n".join(["```console", f"$ {command}", *printed, "```\n"])
 
 
-def plain(text: str, home: Path) -> str:
-    """As on the computer of somebody called Ann; what is long and for machines is cut short."""
+def anonymize(text: str, home: Path) -> str:
+    """The output with a neutral home directory and cluster id; JSON documents are shortened."""
     text = text.replace(str(ROOT / "src" / "heliostat"), "/home/ann/venv/lib/heliostat")
     text = text.replace(sys.executable, "/home/ann/venv/bin/python").replace(str(home), "/home/ann")
     text = re.sub(r'\{"schema": 1, ("cluster": "[^"]*").*\}', r'{"schema": 1, \1, …}', text)
@@ -73,45 +73,48 @@ def plain(text: str, home: Path) -> str:
     return re.sub(r"\b[0-9a-f]{16}\b", "732de95f26da2051", text)
 
 
-def anew(page: Path) -> str:
-    """The page as it should be."""
+def generate(page: Path) -> str:
+    """The page with its generated parts updated."""
     given = files(page)
 
-    def one(found: re.Match[str]) -> str:
-        name, _, about = found["what"].partition(" ")
-        text = typed(found["what"], given) if name == "heliostat" else LISTS[name](about)
+    def replace(found: re.Match[str]) -> str:
+        name, _, argument = found["content"].partition(" ")
+        text = run_command(found["content"], given) if name == "heliostat" else LISTS[name](argument)
         return f"{found['begin']}\n{text}\n{found['end']}"
 
-    return MADE.sub(one, page.read_text(encoding="utf-8"))
+    return MADE.sub(replace, page.read_text(encoding="utf-8"))
 
 
 def links() -> str:
-    """Every address elsewhere that a page leads to: for somebody with a network to look at."""
+    """Every external URL of the pages, one per line, for a link checker with network access."""
     found = {link for page in pages() for link in LINK.findall(without_blocks(page)) if ":" in link}
     return "".join(f"{link}\n" for link in sorted(found))
 
 
-def checks(whom: str) -> str:
-    """What `doctor` asks of this computer (`here`), of `hosts`, of a `cluster`, or of a site."""
-    asked = {"here": doctor.HERE, "hosts": doctor.HOSTS, "cluster": doctor.CLUSTER}
-    of = asked[whom] if whom in asked else backends.load(whom).questions
-    rows = ["| check | well when | else | what to type |", "|---|---|---|---|"]
-    for ask in of.values():
+def checks(subject: str) -> str:
+    """The checks of `doctor` for this machine (`here`), `hosts`, a `cluster`, or a backend."""
+    tables = {
+        "here": doctor.LOCAL_QUESTIONS,
+        "hosts": doctor.HOST_QUESTIONS,
+        "cluster": doctor.CLUSTER_QUESTIONS,
+    }
+    questions = tables[subject] if subject in tables else backends.load(subject).questions
+    rows = ["| check | passes if | otherwise | hint |", "|---|---|---|---|"]
+    for check in questions.values():
         name, hint = (
-            re.sub(r"\{(\w+)\}", lambda field: field[1].upper(), text) for text in (ask.name, ask.hint)
+            re.sub(r"\{(\w+)\}", lambda field: field[1].upper(), text) for text in (check.name, check.hint)
         )
-        rows.append(
-            f"| `{name}` | {ask.expected} | {ask.severity or 'only told'} | {hint} |".replace("|  |", "| |")
-        )
+        severity = check.severity or "information only"
+        rows.append(f"| `{name}` | {check.expected} | {severity} | {hint} |".replace("|  |", "| |"))
     return "\n".join(rows) + "\n"
 
 
-def verbs(_: str) -> str:
-    """The help of every verb."""
+def commands(_: str) -> str:
+    """The help of every command."""
     settings: dict[str, Any] = {**cli.context_settings, "terminal_width": 100}
     outer = click.Context(cli, info_name="heliostat", **settings)
     parts = [f"## heliostat\n\n```text\n{cli.get_help(outer)}\n```\n"]
-    for name in VERBS:
+    for name in COMMANDS:
         command = cli.get_command(outer, name)
         assert command
         with click.Context(command, info_name=name, parent=outer) as inner:
@@ -121,43 +124,43 @@ def verbs(_: str) -> str:
 
 def python(_: str) -> str:
     """Every public name of the package, with its docstring."""
-    return "\n".join(part for name in PUBLIC for part in described(name, getattr(heliostat, name)))
+    return "\n".join(part for name in PUBLIC for part in describe(name, getattr(heliostat, name)))
 
 
-def described(name: str, thing: Any, level: int = 2) -> Iterator[str]:
-    """A function or a class with its public members: heading, signature, docstring."""
+def describe(name: str, member: Any, level: int = 2) -> Iterator[str]:
+    """Heading, signature and docstring of a function, or of a class and its public members."""
     yield f"{'#' * level} {name}\n"
-    if isinstance(thing, property):
-        yield f"```python\n{name}: {thing.fget.__annotations__['return']}\n```\n"
-    elif not isinstance(thing, type):
+    if isinstance(member, property):
+        yield f"```python\n{name}: {member.fget.__annotations__['return']}\n```\n"
+    elif not isinstance(member, type):
         short = name.rpartition(".")[2]
         signature = re.sub(
             r"self(, )?|'|<function (.*?) at .*?>",
             lambda m: "..." if m[2] else "",
-            str(inspect.signature(thing)),
+            str(inspect.signature(member)),
         )
-        yield f"```python\n{formatted(f'def {short}{signature}: ...')}```\n"
-    yield f"{inspect.getdoc(thing)}\n"
-    if isinstance(thing, type):
-        for member, inner in vars(thing).items():
-            if not member.startswith("_") and (callable(inner) or isinstance(inner, property)):
-                yield from described(f"{name}.{member}", inner, level + 1)
+        yield f"```python\n{format_code(f'def {short}{signature}: ...')}```\n"
+    yield f"{inspect.getdoc(member)}\n"
+    if isinstance(member, type):
+        for attribute, inner in vars(member).items():
+            if not attribute.startswith("_") and (callable(inner) or isinstance(inner, property)):
+                yield from describe(f"{name}.{attribute}", inner, level + 1)
 
 
-def formatted(code: str) -> str:
-    """As `make lint` wants it, on pages too."""
-    words = [sys.executable, "-m", "ruff", "format", "--quiet", "--stdin-filename", "x.py", "-"]
-    return subprocess.run(words, input=code, cwd=ROOT, text=True, stdout=subprocess.PIPE, check=True).stdout
+def format_code(code: str) -> str:
+    """The code in the project's format, which `make lint` checks on pages too."""
+    argv = [sys.executable, "-m", "ruff", "format", "--quiet", "--stdin-filename", "x.py", "-"]
+    return subprocess.run(argv, input=code, cwd=ROOT, text=True, stdout=subprocess.PIPE, check=True).stdout
 
 
-LISTS: dict[str, Callable[[str], str]] = {"checks": checks, "verbs": verbs, "python": python}
+LISTS: dict[str, Callable[[str], str]] = {"checks": checks, "commands": commands, "python": python}
 
 
 def main() -> None:
-    for path, text in [*((page, anew(page)) for page in pages()), (LINKS, links())]:
+    for path, text in [*((page, generate(page)) for page in pages()), (LINKS, links())]:
         if not path.exists() or path.read_text(encoding="utf-8") != text:
             path.write_text(text, encoding="utf-8")
-            print(f"{path.relative_to(ROOT)}: written anew")
+            print(f"{path.relative_to(ROOT)}: updated")
 
 
 if __name__ == "__main__":

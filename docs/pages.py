@@ -1,12 +1,12 @@
-"""The pages as the tests and `docs.made` read them: blocks of code, and the marks that say what becomes of each.
+"""Reads the code blocks of the documentation, and the marks that define how tests treat each block.
 
 A mark is an HTML comment on the line before a block, or for the whole page near its top:
 
-    <!-- run -->                             it is typed on a real cluster by tests/e2e/test_docs.py
-    <!-- not run: needs a Slurm -->          nobody can type it where the tests run; the words are checked all the same
-    <!-- not run on this page: … -->         the same, for every block of the page that has no mark of its own
-    <!-- not ours: a Role of Kubernetes -->  YAML that is no heliostat.yaml
-    <!-- made: heliostat … -->               `python -m docs.made` wrote what follows, up to `<!-- end -->`
+    <!-- run -->                             tests/e2e/test_docs.py runs it on a real cluster
+    <!-- not run: needs Slurm -->            the tests cannot run it; they only parse its command lines
+    <!-- not run on this page: … -->         the same, for every block of the page without its own mark
+    <!-- not ours: a Role of Kubernetes -->  YAML that is not a heliostat.yaml
+    <!-- made: heliostat … -->               `python -m docs.made` generates what follows, up to `<!-- end -->`
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 FENCE = re.compile(r"^(\s*)(`{3,})\s*([\w+-]*)\s*$")
 MARK = re.compile(r"^\s*<!-- (.*?) -->\s*$")
-OF_THE_PAGE = "not run on this page"
+PAGE_MARK = "not run on this page"
 
 
 @dataclass(frozen=True)
@@ -39,24 +39,24 @@ class Block:
 
     @property
     def file(self) -> str | None:
-        """Its name, where the first line of a file says it: `# lab.yaml`."""
+        """The file name in the first line, e.g. `# lab.yaml`."""
         named = re.match(r"# ([\w.-]+\.(?:yaml|py))\b", self.text)
         return named[1] if named else None
 
     def commands(self) -> list[tuple[str, list[str]]]:
-        """What is typed at the `$ ` of a console, each with the lines that are shown to follow."""
+        """The commands after `$ ` in a console block, each with its output lines."""
         found: list[tuple[str, list[str]]] = []
-        more = False  # the line before ended with a backslash
+        continues = False  # the previous line ended with a backslash
         for line in self.text.splitlines():
-            if more:
+            if continues:
                 found[-1] = (f"{found[-1][0]}\n{line}", [])
             elif line.startswith("$ "):
                 found.append((line[2:], []))
             elif found:
                 found[-1][1].append(line)
             else:
-                raise ValueError(f"{self}: a console begins with what is typed, after `$ `")
-            more = (more or line.startswith("$ ")) and line.endswith("\\")
+                raise ValueError(f"{self}: a console block must start with a command after `$ `")
+            continues = (continues or line.startswith("$ ")) and line.endswith("\\")
         return found
 
 
@@ -70,13 +70,13 @@ def pages() -> list[Path]:
 def blocks(page: Path) -> Iterator[Block]:
     lines = page.read_text(encoding="utf-8").splitlines()
     marks = [(number, mark[1]) for number, line in enumerate(lines) if (mark := MARK.match(line))]
-    default = next((mark for _, mark in marks if mark.startswith(OF_THE_PAGE)), "")
+    default = next((mark for _, mark in marks if mark.startswith(PAGE_MARK)), "")
     made = mark = ""
     number = 0
     while number < len(lines):
         line = lines[number]
         if found := MARK.match(line):
-            mark = found[1] if not found[1].startswith(OF_THE_PAGE) else mark
+            mark = found[1] if not found[1].startswith(PAGE_MARK) else mark
             made = mark if mark.startswith("made: ") else "" if mark == "end" else made
         elif fence := FENCE.match(line):
             indent, ticks, language = fence.groups()
@@ -92,7 +92,7 @@ def blocks(page: Path) -> Iterator[Block]:
 
 
 def without_blocks(page: Path) -> str:
-    """The page's prose; its lines keep their numbers."""
+    """The page without code blocks; the other lines keep their numbers."""
     lines = page.read_text(encoding="utf-8").splitlines()
     for block in blocks(page):
         size = block.text.count("\n")
@@ -101,5 +101,5 @@ def without_blocks(page: Path) -> str:
 
 
 def files(page: Path) -> dict[str, str]:
-    """The files that a reader of the page has made, by what it shows."""
+    """The files that the page shows, by name."""
     return {name: block.text for block in blocks(page) if (name := block.file)}

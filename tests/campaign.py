@@ -248,7 +248,7 @@ class Runner:
                 if time.monotonic() > deadline:
                     command.kill()
                     done.failed.append(f"`{phase}` did not end within {COMMAND_S:.0f} s")
-        if "Traceback" in out or "heliostat itself failed" in out:
+        if "Traceback" in out or "heliostat failed unexpectedly" in out:
             done.failed.append(f"`{phase}`: {out[-600:]}")
 
     def repair(self, repairs: list[tuple[float, Fault]], *, everything: bool = False) -> None:

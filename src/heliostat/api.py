@@ -1,4 +1,4 @@
-"""The Python face: a cluster as a context manager, jobs as objects. The same lifecycle as the command line."""
+"""The Python API: a cluster as a context manager, jobs as objects. Uses the same manager as the command line."""
 
 from __future__ import annotations
 
@@ -41,34 +41,34 @@ class Job:
 
     @property
     def status(self) -> str:
-        """Ray's word: PENDING, RUNNING, STOPPED, SUCCEEDED or FAILED."""
+        """Ray's job status: PENDING, RUNNING, STOPPED, SUCCEEDED or FAILED."""
         return str(self.info()["status"])
 
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether the job has ended, successfully or not."""
         return self.status in FINAL
 
     def logs(self, follow: bool = False) -> Iterator[str]:
-        """Lines of the output, without their ends; `follow`: until the job has ended."""
-        rest = b""
+        """The lines of the output, without line ends; `follow`: until the job has ended."""
+        partial = b""
         for chunk in self._api().output(self.id, follow=follow):
-            *lines, rest = (rest + chunk).split(b"\n")
+            *lines, partial = (partial + chunk).split(b"\n")
             for line in lines:
                 yield line.decode("utf-8", "replace")
-        if rest:
-            yield rest.decode("utf-8", "replace")
+        if partial:
+            yield partial.decode("utf-8", "replace")
 
     def wait(self) -> int:
-        """Until it has ended; its exit code."""
+        """Waits until the job has ended and returns its exit code."""
         return self.cluster._manager.jobs.wait(self.cluster.name, self.id, lambda chunk: None)
 
     def stop(self) -> bool:
-        """Tells it to stop; False where it had ended already."""
+        """Stops the job. False: it had already ended."""
         return self.cluster._manager.jobs.stop(self.cluster.name, self.id)
 
 
 class Cluster:
-    """A running cluster. As a context manager it is ended at the end of the block; `connect` leaves it running."""
+    """A running cluster. The end of a `with` block terminates a cluster from `up`, but not one from `connect`."""
 
     def __init__(self, name: str, manager: ClusterManager, *, owned: bool) -> None:
         self.name, self._manager, self._owned = name, manager, owned
@@ -88,13 +88,13 @@ class Cluster:
             self.down()
 
     def close(self) -> None:
-        """Ends what this object opened here (dashboard tunnels); the cluster goes on."""
+        """Closes the dashboard proxies of this object. The cluster keeps running."""
         while self._proxies:
             self._proxies.pop().close()
 
     @property
     def address(self) -> str:
-        """What `ray.init` takes."""
+        """The address for `ray.init`."""
         address = self._manager.find(self.name).address
         if address is None:
             raise HeliostatError(
@@ -106,7 +106,7 @@ class Cluster:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables that a Ray program needs to join: address, token file, certificates."""
+        """The environment variables with which a Ray program connects: address, token file, certificates."""
         env = self._manager.environment(self._manager.find(self.name)) or {}
         return {key: str(value) for key, value in env.items()}
 
@@ -118,8 +118,8 @@ class Cluster:
         """Env runners and learners that fit: `config.env_runners(**plan.calls["env_runners"])`, `.learners(…)` likewise."""
         from heliostat.diagnostics import metrics, sizing
 
-        nodes, notes = metrics.machines(self._manager, self.name)
-        return sizing.rllib(nodes, strategy).noting(notes)
+        nodes, notes = metrics.read_capacity(self._manager, self.name)
+        return sizing.rllib(nodes, strategy).with_notes(notes)
 
     def plan_train(
         self,
@@ -130,20 +130,20 @@ class Cluster:
         """Workers that fit: `ScalingConfig(**plan.calls["ScalingConfig"])`."""
         from heliostat.diagnostics import metrics, sizing
 
-        nodes, notes = metrics.machines(self._manager, self.name)
-        return sizing.train(nodes, cpus_per_worker, gpus_per_worker, placement).noting(notes)
+        nodes, notes = metrics.read_capacity(self._manager, self.name)
+        return sizing.train(nodes, cpus_per_worker, gpus_per_worker, placement).with_notes(notes)
 
     def advise(self, seconds: float = 15.0) -> list[Advice]:
-        """Looks for so long; what keeps the cluster from going faster, or at all. Empty: nothing."""
+        """Observes the cluster for this long; the reasons why its workload is slow or blocked."""
         from heliostat.diagnostics import advisor, metrics
 
         return advisor.advise(metrics.collect(self._manager, self.name, seconds))
 
     def scale(self, workers: int) -> None:
-        """So many workers besides the head. New ones come; of the old ones the last go, after their work is drained."""
+        """Sets the number of workers, not counting the head. Nodes are drained before they are removed, the last ones first."""
         if isinstance(workers, bool) or not isinstance(workers, int) or not 0 <= workers <= MAX_WORKERS:
             raise UsageError(
-                "`workers` cannot be used", cause=f"`{workers!r}` is not between 0 and {MAX_WORKERS}"
+                "`workers` is invalid", cause=f"`{workers!r}` is not between 0 and {MAX_WORKERS}"
             )
         self._manager.scaling.scale(self.name, workers)
 
@@ -156,13 +156,11 @@ class Cluster:
         runtime_env: Mapping[str, Any] | None = None,
         job_id: str | None = None,
     ) -> Job:
-        """A string goes to a shell on the head as it is; a list is taken word by word."""
-        words = [command] if isinstance(command, str) else list(command)
-        folder = Path(working_dir) if working_dir is not None else None
+        """Submits a job. A shell on the head runs a string; a list is the program and its arguments."""
         submitted = self._manager.jobs.submit(
             self.name,
-            words,
-            working_dir=folder,
+            [command] if isinstance(command, str) else list(command),
+            working_dir=Path(working_dir) if working_dir is not None else None,
             env=dict(env or {}),
             runtime_env=dict(runtime_env or {}),
             job_id=job_id,
@@ -170,15 +168,15 @@ class Cluster:
         return Job(self, submitted)
 
     def job(self, job_id: str) -> Job:
-        """A job that was submitted before, here or elsewhere."""
+        """A job that was submitted before, from this or another host."""
         return Job(self, job_id)
 
     def jobs(self) -> list[Job]:
-        """Every job that Ray remembers."""
+        """Every job that Ray lists."""
         return [Job(self, job["id"]) for job in self._manager.jobs.list(self.name) if job["kind"] == "job"]
 
     def dashboard(self, port: int = 0) -> str:
-        """Starts a local proxy to the dashboard and returns its URL, which admits one browser; it works until `close`."""
+        """Starts a local proxy to the dashboard and returns its URL, which accepts one browser. `close` stops the proxy."""
         from heliostat.remote.dashboard_proxy import DashboardProxy
 
         proxy = DashboardProxy(self._manager.dashboard_api(self.name), port=port)
@@ -187,7 +185,7 @@ class Cluster:
         return proxy.url
 
     def down(self) -> None:
-        """Ends the cluster and checks that nothing is left."""
+        """Terminates the cluster and verifies that nothing of it is left."""
         self._manager.down(self.name)
 
 
@@ -199,35 +197,40 @@ def up(
     wait_timeout: float | None = None,
     **values: Any,
 ) -> Cluster:
-    """Starts a cluster and returns when it is ready: from a file, a ClusterSpec, or keys of the file as arguments.
+    """Starts a cluster and returns when it is ready. It takes a file, a ClusterSpec, or keys of the file as arguments.
 
-    `keep`: leave it running at the end of a `with` block. `wait_timeout`: stop waiting for nodes after this many seconds
-    and raise DeadlineError; without it, a queue is waited for without end.
+    `keep`: leave the cluster running at the end of a `with` block. `wait_timeout`: stop waiting for nodes after this many
+    seconds and raise DeadlineError; by default, the wait in a queue has no limit.
     """
     manager = ClusterManager(emit=emit)
     if wait_timeout is not None and not wait_timeout > 0:
-        raise UsageError("`wait_timeout` cannot be used", cause=f"`{wait_timeout}` is no number of seconds")
-    backend_names, flat = backends.names(), {key: value for key, value in values.items() if value is not None}
-    if isinstance(file, ClusterSpec):  # it may have been copied or made without a check
-        base, own = _as_file(file), dict[str, str]()
-        spec = loader.load(backend_names, base=base, environ=own, flags=flat, nodes_of=backends.nodes_of).spec
+        raise UsageError(
+            "`wait_timeout` is invalid", cause=f"`{wait_timeout}` is not a positive number of seconds"
+        )
+    backend_names, flags = (
+        backends.names(),
+        {key: value for key, value in values.items() if value is not None},
+    )
+    if isinstance(file, ClusterSpec):  # validate again: the caller may have copied it without validation
+        base = _to_file_keys(file)
+        spec = loader.load(backend_names, base=base, environ={}, flags=flags, nodes_of=backends.nodes_of).spec
     else:
         path = Path(file) if file else None
-        spec = loader.load(backend_names, file=path, flags=flat, nodes_of=backends.nodes_of).spec
+        spec = loader.load(backend_names, file=path, flags=flags, nodes_of=backends.nodes_of).spec
     view = manager.up(spec, wait_timeout_s=wait_timeout)
     return Cluster(view.record.name, manager, owned=not keep)
 
 
-def _as_file(spec: ClusterSpec) -> dict[str, Any]:
-    """The spec as its file would have it: what was said, and the tables of the backends."""
+def _to_file_keys(spec: ClusterSpec) -> dict[str, Any]:
+    """The keys of the spec's file: the values that were set, and the tables of the backends."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a value of a wrong type is refused by the check that follows
-        said = spec.model_dump(mode="json", exclude_unset=True, exclude={"backend_tables"})
-    return {**said, **spec.backend_tables}
+        warnings.simplefilter("ignore")  # the loader rejects a value of a wrong type
+        given = spec.model_dump(mode="json", exclude_unset=True, exclude={"backend_tables"})
+    return {**given, **spec.backend_tables}
 
 
 def connect(name: str) -> Cluster:
-    """A cluster that runs already, by its name."""
+    """The running cluster with this name."""
     manager = ClusterManager()
     manager.find(name)
     return Cluster(name, manager, owned=False)

@@ -457,7 +457,7 @@ def test_a_worker_of_a_run_before_it_is_ready(
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")  # it may be copied to where the command runs
     world.behave(w1="refuse")
-    with pytest.raises(HeliostatError, match="so the command was not started") as caught:
+    with pytest.raises(HeliostatError, match="the command was not started") as caught:
         world.life().up(world.spec(nodes=2), command={"argv": ["true"], "text": "true", "cwd": "/"})
     assert (
         not isinstance(caught.value, PartialFailure) and world.running() == [] and world.store.names() == []
@@ -665,7 +665,7 @@ def test_ctrl_c_of_one_who_only_joined_in_leaves_it_to_the_other(world: World) -
 
     with pytest.raises(Interrupted) as caught:
         world.life(hear).up(world.spec(nodes=2))
-    assert caught.value.cause == "it goes on starting" and caught.value.hint == "heliostat down lab"
+    assert caught.value.cause == "it continues to start" and caught.value.hint == "heliostat down lab"
     world.let_go("w1")
     until(lambda: ready(world.life().find("lab"), "head", "w1"), "it becomes ready")
 

@@ -114,7 +114,7 @@ def test_doctor_knows_a_record_that_nothing_stands_behind(world: World) -> None:
     ghost(world)
     state = next(check for check in doctor.examine(life, None, "lab") if check.name == "state")
     assert (state.verdict, state.hint) == ("fail", "heliostat down lab --now")
-    found = [check for check in doctor._leftovers(life) if check.name == "record"]
+    found = [check for check in doctor._check_leftovers(life) if check.name == "record"]
     assert [(check.verdict, check.hint) for check in found] == [("warn", "heliostat down lab --now")]
     life.down("lab", now=True)
     with pytest.raises(NotFoundError):

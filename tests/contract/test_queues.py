@@ -110,7 +110,7 @@ def test_the_time_counts_from_the_start_of_an_allocation(batch: BatchWorld, cloc
             started.append(clock.ahead)
             clock.step = 200.0
 
-    with pytest.raises(DeadlineError, match="`lab` has 1 of the 2 nodes asked for") as caught:
+    with pytest.raises(DeadlineError, match="`lab` has 1 of the 2 requested nodes") as caught:
         batch.life(emit).up(batch.spec(**GROUP))
     assert "after 600 s: gpu-1" in caught.value.cause and caught.value.exit_code == 4
     assert clock.ahead - started[0] >= 600.0
@@ -126,7 +126,7 @@ def kept(life: ClusterManager) -> View:
 def test_a_limit_for_the_wait(batch: BatchWorld, clock: Clock) -> None:
     """A cluster whose head is ready is kept, and the same `up` goes on with it."""
     batch.queue_job(SECOND)
-    with pytest.raises(DeadlineError, match="`lab` has 1 of the 2 nodes asked for") as caught:
+    with pytest.raises(DeadlineError, match="`lab` has 1 of the 2 requested nodes") as caught:
         batch.life(when("head", "READY", hurry(clock))).up(batch.spec(**GROUP), wait_timeout_s=1800)
     assert caught.value.cause.startswith("the limit of 30m has passed: gpu-1 QUEUED")
     assert caught.value.exit_code == 4 and "heliostat down lab" in caught.value.hint

@@ -107,7 +107,7 @@ def test_jobs_lists_a_run_once(tmp_path: Path) -> None:
 
 def test_a_command_that_does_not_exist_starts_nothing(home: Path) -> None:
     done = heliostat("run", *SMALL, "--", "no-such-command", code=127)
-    assert done.stderr.startswith("error: there is no command `no-such-command`")
+    assert done.stderr.startswith("error: command `no-such-command` not found")
     assert document("history")["history"] == []
 
 
@@ -189,7 +189,7 @@ def test_detached(home: Path, tmp_path: Path, spawn_cli) -> None:
     assert (job["id"], job["status"], job["exit_code"]) == ("run", "RUNNING", None)
     assert {cluster["name"] for cluster in document("ls")["clusters"]} == {"patient", "endless"}
 
-    assert "`run` is told to stop" in heliostat("stop", "endless", "run").stderr
+    assert "job `run` is stopping" in heliostat("stop", "endless", "run").stderr
     out, _ = followers["endless"].communicate(timeout=PATIENCE_S)
     assert out == ""
     until(lambda: not Path(f"/proc/{pids['endless']}").exists(), "the end of the stopped command")

@@ -123,7 +123,7 @@ def advised(
         found = (
             one
             for one in cluster.advise(0.5)
-            if one.kind == kind and what in one.what and describe in one.describe
+            if one.kind == kind and what in one.finding and evidence in one.evidence
         )
         return next(found, None)
 
@@ -132,7 +132,7 @@ def advised(
 
 def test_a_quiet_cluster(cluster: api.Cluster) -> None:
     said = heliostat("advise", NAME, "--for", "1s")
-    assert said.stdout.startswith(f"`{NAME}`: nothing to advise (0/4 CPUs asked for, 0/2 GPUs asked for")
+    assert said.stdout.startswith(f"`{NAME}`: no findings (0/4 CPUs requested, 0/2 GPUs requested")
     assert said.stdout.count("\n") == 1
     assert cluster.advise(0.5) == []
 
@@ -171,31 +171,33 @@ def test_what_does_not_fit_is_an_error() -> None:
     said = heliostat("plan", "train", NAME, "--cpus-per-worker", 3, code=1)
     assert said.stderr.splitlines()[:3] == [
         "error: nothing fits on this cluster",
-        "  cause: a worker asks for 3 CPU + 1 GPU",
+        "  cause: a worker requests 3 CPU + 1 GPU",
         "  details: head: 2 CPU + 1 GPU; w1: 2 CPU + 1 GPU",
     ]
 
 
 def test_a_demand_that_can_never_be_met(cluster: api.Cluster, tell: Callable[..., Any]) -> None:
     tell("work", {"num_cpus": 16})
-    asks = "1 task or actor asks for 16 CPU, and no node has that"
-    advised(cluster, "infeasible", asks, "the most that one node has is 2 CPU")
+    asks = "1 task or actor requests 16 CPU, and no node has that"
+    advised(cluster, "infeasible", asks, "the largest node has 2 CPU")
     tell("runners", 3, {"num_cpus": 1, "resources": {"special": 2}})
-    asks = "3 tasks or actors ask for 1 CPU + 2 special"
-    advised(cluster, "infeasible", asks, "no node has any special; it is `Runner` of job ")
+    asks = "3 tasks or actors request 1 CPU + 2 special"
+    advised(cluster, "infeasible", asks, "no node has special; requested by `Runner` of job ")
     for placement in ("STRICT_SPREAD", "PACK"):  # Ray calls only the first one infeasible
         assert tell("hold", [{"CPU": 2}] * 3, placement) == "PENDING"
     until(
         lambda: [
-            one.what for one in cluster.advise(0.5) if "3 × 2 CPU" in one.what and one.kind == "infeasible"
+            one.finding
+            for one in cluster.advise(0.5)
+            if "3 × 2 CPU" in one.finding and one.kind == "infeasible"
         ][1:],
         "advice on both groups",
     )
     said = heliostat("advise", NAME, "--for", "1s").stdout
     assert (
         "16 CPU" in said
-        and "  means: Ray waits for a node that will not come" in said
-        and "  do:    " in said
+        and "  effect:   Ray waits for such a node forever" in said
+        and "  remedy:   " in said
     )
     tell("drop")
 
@@ -212,7 +214,7 @@ def test_a_group_that_holds_what_its_program_waits_for(
 ) -> None:
     assert tell("hold", [{"CPU": 2}] * 2, "PACK") == "CREATED"
     tell("work", {"num_cpus": 1})
-    asks = "1 task or actor asks for 1 CPU, which placement groups hold"
+    asks = "1 task or actor requests 1 CPU, which placement groups hold"
     advised(cluster, "deadlock", asks, "4 CPU held and idle")
     tell("drop")
 
@@ -220,7 +222,7 @@ def test_a_group_that_holds_what_its_program_waits_for(
 def test_objects_that_go_to_disk(cluster: api.Cluster, tell: Callable[..., Any]) -> None:
     tell("put", 10, 20 << 20)
     # it goes on: Ray may have written all of it to disk at once, and a store that is empty now is nobody's trouble
-    describe = "of 100.0 MiB in the object store"
-    found = advised(cluster, "spilling", "writes to disk", describe, lambda: tell("put", 1, 20 << 20))
-    assert " MiB written" in found.describe
+    saw = "of 100.0 MiB in the object store"
+    found = advised(cluster, "spilling", "spills to disk", saw, lambda: tell("put", 1, 20 << 20))
+    assert " MiB written" in found.evidence
     tell("drop")

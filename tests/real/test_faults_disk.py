@@ -72,7 +72,7 @@ def test_full_while_it_runs(disk: Path, lab: dict[str, Node]) -> None:
     (listed,) = document("ls")["clusters"]
     assert (listed["name"], listed["state"]) == ("lab", "partial")
     done = heliostat("down", "lab")
-    assert "`lab` is down: 2 nodes ended" in done.stderr
+    assert "`lab` is terminated: 2 nodes released" in done.stderr
     for node in lab.values():
         node.gone()
     (record,) = past(disk)
@@ -88,7 +88,7 @@ def test_no_room_for_a_name(disk: Path, lab: dict[str, Node]) -> None:
             (disk / f"file-{number}").touch()
     assert os.statvfs(disk).f_ffree == 0
     assert document("status", "lab")["state"] == "ready"
-    assert "`lab` is down: 2 nodes ended" in heliostat("down", "lab").stderr
+    assert "`lab` is terminated: 2 nodes released" in heliostat("down", "lab").stderr
     for node in lab.values():
         node.gone()
     assert [record["reason"] for record in past(disk)] == ["taken down"]
@@ -157,5 +157,5 @@ def test_read_only_while_it_runs(disk: Path, venv: str) -> None:
     assert said["cause"] == "Read-only file system" and said["hint"].endswith("heliostat down lab")
     node.gone()
     assert "lab" in run("ls").stdout
-    assert "`lab` is down: 1 node ended" in heliostat("down", "lab").stderr
+    assert "`lab` is terminated: 1 node released" in heliostat("down", "lab").stderr
     assert past(disk)[0]["nodes"]["head"]["state"] == "GONE"

@@ -46,8 +46,8 @@ def test_a_script_that_is_not_there(home: Path, tmp_path: Path, verb: list[str])
     (tmp_path / "train.py").touch()
     said = refused(heliostat(*verb, "trian.py", "--lr", "0.1", code=None, cwd=tmp_path), 2)
     assert said == {
-        "error": "there is no script `trian.py`",
-        "cause": f"looked in {tmp_path}",
+        "error": "script `trian.py` not found",
+        "cause": f"searched {tmp_path}",
         "hint": "did you mean `train.py`?",
     }
     never_began(home)
@@ -56,7 +56,7 @@ def test_a_script_that_is_not_there(home: Path, tmp_path: Path, verb: list[str])
 def test_a_folder_as_script(home: Path, tmp_path: Path) -> None:
     (tmp_path / "code.py").mkdir()
     said = refused(heliostat("run", "code.py", code=None, cwd=tmp_path), 2)
-    assert said["error"] == "`code.py` is a folder, not a script"
+    assert said["error"] == "`code.py` is a directory, not a script"
     never_began(home)
 
 
@@ -268,7 +268,7 @@ def test_a_range_that_has_room_for_one_node(home: Path, tmp_path: Path) -> None:
     (tmp_path / "heliostat.yaml").write_text(f"network: {{ports: {first}-{last}}}\nnodes: 2\n")
     venv = fake_ray(tmp_path / "v")
     said = refused(heliostat("up", "--name", "lab", "--venv", venv, code=None, cwd=tmp_path), 3)
-    assert said["error"] == "`lab` has 1 of the 2 nodes asked for"
+    assert said["error"] == "`lab` has 1 of the 2 requested nodes"
     assert said["cause"] == f"w1: no block of 64 free ports between {first} and {last}"
     heliostat("down", "lab")
 

@@ -247,7 +247,7 @@ def test_a_head_dies(home: Path, victim: str) -> None:
     assert (told["name"], told["state"], told["reason"]) == ("alone", "failed", head["reason"])
     assert document("ls")["clusters"] == []
     assert (past(home)[-1]["name"], past(home)[-1]["nodes"]["head"]["state"]) == ("alone", "FAILED")
-    assert "`alone` had ended already" in heliostat("down", "alone").stderr
+    assert "`alone` was already terminated" in heliostat("down", "alone").stderr
 
 
 def test_ctrl_c_while_ray_starts(home: Path) -> None:

@@ -54,8 +54,8 @@ def test_down_three_times_at_once(home: Path, start: Start, up: list[str], words
     for done in [one.end() for one in [start("down", *words) for _ in range(3)]]:
         assert done.returncode == 0, done.stderr
         assert (
-            "`lab` is down: 2 nodes ended" in done.stderr
-            or "`lab` had ended already" in done.stderr
+            "`lab` is terminated: 2 nodes released" in done.stderr
+            or "`lab` was already terminated" in done.stderr
             or (words == ["--all"] and "no clusters" in done.stderr)
         )
     for node in nodes:
@@ -131,7 +131,7 @@ def test_up_after_the_head_was_killed(home: Path, up: list[str]) -> None:
     heliostat(*up)
     for node in nodes:
         node.gone()
-    assert [record["reason"] for record in past(home)] == ["its head is gone"]
+    assert [record["reason"] for record in past(home)] == ["its head has ended"]
     assert document("status", "lab")["state"] == "ready"
     heliostat("down", "lab")
 

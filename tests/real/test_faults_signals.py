@@ -257,7 +257,7 @@ def test_a_reader_that_leaves(home: Path, tmp_path: Path, start: Start, venv: st
     assert one.process.wait(PATIENCE_S) == 141
     assert "error:" not in one.process.stderr.read()
     assert (tmp_path / "saved").exists()
-    assert past(home)[0]["reason"] == "nobody reads its output any more"
+    assert past(home)[0]["reason"] == "the reader of its output has ended"
 
 
 def test_nohup_is_honoured(home: Path, tmp_path: Path, start: Start, venv: str) -> None:
@@ -384,7 +384,7 @@ def test_killed_between_two_steps(
         assert all(alive(handle["detail"]["pid"]) for handle in record["handles"])
         heliostat("down", "lab")
         *lives, last = [one["reason"] for one in past(home)]
-        assert last == "taken down" and set(lives) <= {"its head is gone"}
+        assert last == "taken down" and set(lives) <= {"its head has ended"}
     elif at == "in the draft":
         heliostat(*words)
     else:

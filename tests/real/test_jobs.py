@@ -310,12 +310,12 @@ def test_stop(spawn_cli, program) -> None:
     )
     waiting = spawn_cli("submit", NAME, "--wait", "--job-id", "halted", "--", *words)
     read_until(waiting, "up")
-    assert "`halted` is told to stop" in heliostat("stop", NAME, "halted").stderr
+    assert "job `halted` is stopping" in heliostat("stop", NAME, "halted").stderr
     out, _ = waiting.communicate(timeout=PATIENCE_S)
     assert "saving" in out  # it has time for its last words
     assert waiting.returncode != 0
     assert until(lambda: status_of("halted") == "STOPPED", "the job's end")
-    assert "had ended already" in heliostat("stop", NAME, "halted").stderr
+    assert "has already ended" in heliostat("stop", NAME, "halted").stderr
     assert document("stop", NAME, "halted")["stopped"] is False
 
 
@@ -391,6 +391,6 @@ def test_the_history_keeps_jobs_and_their_output(home: Path, program) -> None:
     assert own(heliostat("logs", NAME, "remembered").stdout) == "kept\n"
     assert "no job or node `gone`" in heliostat("logs", NAME, "gone", code=5).stderr
     assert f"`{NAME}` has ended" in heliostat("submit", NAME, "--", "true", code=5).stderr
-    assert "had ended already" in heliostat("down", NAME).stderr
+    assert "was already terminated" in heliostat("down", NAME).stderr
     (folder,) = (home / "history").iterdir()
     assert not (folder / "token").exists()

@@ -160,7 +160,7 @@ def test_up_again_changes_nothing_and_says_so(pair: Pair) -> None:
     before = (pair.folder / "record.json").read_bytes()
     done = heliostat("up", *ASK)
     assert done.stdout == pair.said.stdout
-    assert f"`{NAME}` is up already, with 2 nodes" in done.stderr
+    assert f"`{NAME}` is already running, with 2 nodes" in done.stderr
     assert (pair.folder / "record.json").read_bytes() == before
 
 
@@ -186,7 +186,18 @@ def test_status_as_text(pair: Pair) -> None:
             rf"{NAME} on local: ready, up .+, Ray [\d.]+ at {pair.connection['address']}, 1h \d+m left",
             lines[0],
         )
-        assert lines[2].split() == ["NODE", "ROLE", "STATE", "IP", "CPU", "GPU", "MEMORY", "OBJECTS", "WHY"]
+        assert lines[2].split() == [
+            "NODE",
+            "ROLE",
+            "STATE",
+            "IP",
+            "CPU",
+            "GPU",
+            "MEMORY",
+            "OBJECT",
+            "STORE",
+            "REASON",
+        ]
         head, worker = (line.split() for line in lines[3:5])
         assert head[:3] == ["head", "head", "ready"] and worker[:3] == ["w1", "worker", "ready"]
 
@@ -213,7 +224,7 @@ def test_status_as_json(pair: Pair) -> None:
 
 def test_ls(pair: Pair) -> None:
     header, line = heliostat("ls").stdout.splitlines()
-    assert header.split() == ["NAME", "SITE", "STATE", "NODES", "AGE", "WHY"]
+    assert header.split() == ["NAME", "BACKEND", "STATE", "NODES", "AGE", "REASON"]
     assert line.split()[:4] == [NAME, "local", "ready", "2/2"]
     (listed,) = document("ls")["clusters"]
     has(listed, LISTED_HOSTS_BACKEND)
@@ -231,7 +242,7 @@ def test_doctor_finds_nothing_wrong(pair: Pair) -> None:
 
 def test_logs_of_events_and_nodes(pair: Pair) -> None:
     events = heliostat("logs", NAME).stdout
-    assert "asked for on local" in events and "head: STARTING -> READY" in events
+    assert "requested on local" in events and "head: STARTING -> READY" in events
     move = {"kind": "move", "node": "w1", "to": "READY"}
     assert any(move.items() <= event.items() for event in document("logs", NAME)["events"])
     for node, heading in (("head", "gcs_server.out"), ("w1", "raylet.out")):

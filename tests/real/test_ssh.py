@@ -111,7 +111,7 @@ def test_a_cluster_of_three_machines(lab: Lab) -> None:
     )
     ok(lab.heliostat("restart", "lab", "--node", "zinc"))
     assert status(lab)["state"] == "ready"
-    assert "is up already" in ok(lab.heliostat("up", file)).err
+    assert "is already running" in ok(lab.heliostat("up", file)).err
     ok(lab.heliostat("scale", "lab", "1"))
     assert list(status(lab)) == ["state", "n1", "zinc"]
     ok(lab.heliostat("down", "lab"))
@@ -150,7 +150,7 @@ def test_it_is_found_on_its_machines(lab: Lab) -> None:
     ok(lab.heliostat("up", file))
     other = {"HELIOSTAT_HOME": f"{ROOT}/home/{USER}/other"}
     done = ok(lab.heliostat("up", file, env=other))
-    assert "taking it over" in done.err and "3 nodes" in done.err
+    assert "adopting it" in done.err and "3 nodes" in done.err
     token = [
         (ROOT / "nodes/ctl/home" / place / "clusters/lab/token").read_text()
         for place in (".heliostat", "other")

@@ -18,7 +18,7 @@ from docs import made
 from docs.pages import ROOT, Block, blocks, pages, without_blocks
 from heliostat import backends
 from heliostat.cli.app import VERBS, cli
-from heliostat.cli.native import META
+from heliostat.cli.native import NATIVE_OPTIONS_KEY
 from heliostat.cli.output import Output
 from heliostat.common.errors import HeliostatError
 from heliostat.config import loader
@@ -44,7 +44,7 @@ def parse(line: str, page: Path) -> None:
             name, command, rest = cli.resolve_command(outer, words)
             assert name and command
             with command.make_context(name, rest, parent=outer) as inner:
-                theirs = inner.meta.get(META)
+                theirs = inner.meta.get(NATIVE_OPTIONS_KEY)
         site = words[words.index("--on") + 1] if "--on" in words else page.stem
         # whose cluster one joins, only its record knows
         if theirs and (site in backends.names() or name != "join"):
@@ -127,7 +127,7 @@ def test_commands_in_the_text_exist(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_what_shows_the_program_is_what_it_prints(page: Path) -> None:
-    assert page.read_text() == made.anew(page), "python -m docs.made writes it anew"
+    assert page.read_text() == made.generate(page), "run python -m docs.made"
 
 
 def test_readme_lists_every_command() -> None:
@@ -136,7 +136,7 @@ def test_readme_lists_every_command() -> None:
 
 
 def test_links_elsewhere_are_listed() -> None:
-    assert made.LINKS.read_text() == made.links(), "python -m docs.made writes it anew"
+    assert made.LINKS.read_text() == made.links(), "run python -m docs.made"
     assert [link for link in made.LINKS.read_text().split() if not link.startswith("https://")] == []
 
 
@@ -146,7 +146,7 @@ def test_doctor_says_only_what_is_listed() -> None:
     makers = {path.name for path in package.rglob("*.py") if re.search(r"\bCheck\(", path.read_text())}
     assert makers == {"base.py"}
     source = (package / "diagnostics" / "doctor.py").read_text()
-    asked = [*doctor.HERE, *doctor.HOSTS, *doctor.CLUSTER]
+    asked = [*doctor.LOCAL_QUESTIONS, *doctor.HOST_QUESTIONS, *doctor.CLUSTER_QUESTIONS]
     assert [name for name in asked if source.count(f'"{name}"') < 2] == []
 
 
@@ -233,7 +233,7 @@ def test_drift_is_seen(tmp_path: Path) -> None:
     page.write_text("a\n<!-- made: heliostat --version -->\nold\n<!-- end -->\nb\n")
     assert re.fullmatch(
         r"a\n<!-- made: heliostat --version -->\n\n```console\n\$ heliostat --version\nheliostat.*\n```\n\n<!-- end -->\nb\n",
-        made.anew(page),
+        made.generate(page),
     )
 
 

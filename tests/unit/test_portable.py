@@ -105,7 +105,7 @@ def test_a_day_over_ssh(client: Client, tmp_path: Path) -> None:
 
 def test_doctor(client: Client) -> None:
     said = client("doctor", "lab.yaml").stdout
-    assert "could not look further" not in said and "gold: Ray 2.60.0" in said and "ok    ssh: " in said
+    assert "a check failed" not in said and "gold: Ray 2.60.0" in said and "ok    ssh: " in said
 
 
 # -- nobody can say when a process started

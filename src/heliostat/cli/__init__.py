@@ -1,4 +1,4 @@
-"""The command line. `main` is the way in; each verb has a file of its own, imported only when it is used."""
+"""The command line. `main` is the entry point; each command has its own file, imported only when it is used."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ def main() -> None:
         from heliostat.cli.app import run
 
         code = run(sys.argv[1:])
-    except KeyboardInterrupt:  # while the first modules are loaded, or in the last moment
+    except KeyboardInterrupt:  # `run` handles it only after its imports and before its return
         sys.stderr.write("error: interrupted\nhint: heliostat ls\n")
         code = 130
     sys.exit(code)

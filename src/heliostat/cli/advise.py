@@ -8,7 +8,7 @@ import click
 
 from heliostat.cli.options import CLUSTER, common
 from heliostat.cli.output import Output
-from heliostat.cli.status import only_one
+from heliostat.cli.status import find_only_cluster
 from heliostat.cluster.manager import ClusterManager
 from heliostat.common.errors import UsageError
 from heliostat.common.events import Event
@@ -18,26 +18,27 @@ from heliostat.diagnostics import advisor, metrics
 
 @click.command()
 @click.argument("cluster", type=CLUSTER, required=False)
-@click.option("--for", "span", metavar="TIME", default="15s", show_default=True, help="how long to look")
+@click.option("--for", "span", metavar="TIME", default="15s", show_default=True, help="how long to observe")
 @common
 @click.pass_obj
 def command(out: Output, /, cluster: str | None, span: str) -> None:
-    """Looks at a cluster while something runs on it, and says what keeps it from going faster, or at all."""
+    """Observe a cluster while a workload runs, and report why the workload is slow or blocked."""
     try:
         seconds = parse_duration(span)
     except ValueError as error:
         raise UsageError(f"--for: {error}", hint="--for 30s") from None
     manager = ClusterManager()
-    name = cluster or only_one(manager)
+    name = cluster or find_only_cluster(manager)
     figures = metrics.collect(manager, name, seconds, lambda text: out.emit(Event("progress", text)))
-    found, short = advisor.advise(figures), advisor.summary(figures)
+    findings, summary = advisor.advise(figures), advisor.summarize(figures)
     if out.json:
-        fields = [one.fields() for one in found]
-        return out.document({"cluster": name, "summary": short, "advice": fields})
-    if not found:
-        return out.data(f"`{name}`: nothing to advise ({short})")
+        fields = [finding.fields() for finding in findings]
+        return out.document({"cluster": name, "summary": summary, "advice": fields})
+    if not findings:
+        return out.data(f"`{name}`: no findings ({summary})")
     blocks = [
-        f"{out.colour(one.what, 'bold', sys.stdout)}\n  saw:   {one.describe}\n  means: {one.means}\n  do:    {one.do}"
-        for one in found
+        f"{out.colour(one.finding, 'bold', sys.stdout)}\n"
+        f"  evidence: {one.evidence}\n  effect:   {one.effect}\n  remedy:   {one.remedy}"
+        for one in findings
     ]
-    out.data("\n\n".join([f"{name}: {short}", *blocks]))
+    out.data("\n\n".join([f"{name}: {summary}", *blocks]))

@@ -14,7 +14,7 @@ from heliostat.cli.output import Output
 @common
 @click.pass_obj
 def command(out: Output, /, shell: str) -> None:
-    """Prints the completion script of a shell: eval "$(heliostat completion bash)"."""
+    """Print the shell completion script. Usage: eval "$(heliostat completion bash)"."""
     from heliostat.cli.app import cli
 
     found = get_completion_class(shell)

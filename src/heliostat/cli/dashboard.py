@@ -15,39 +15,40 @@ from heliostat.state.files import write_atomic
 
 @click.command()
 @click.argument("cluster", type=CLUSTER)
-@click.option("--open", "in_browser", is_flag=True, help="open it in the browser")
-@click.option("--port", type=click.IntRange(0, 65535), default=0, help="local port [a free one]")
+@click.option("--open", "in_browser", is_flag=True, help="open the dashboard in a browser")
+@click.option("--port", type=click.IntRange(0, 65535), default=0, help="local port [a free port]")
 @click.option(
     "--proxied",
     is_flag=True,
-    help="a web proxy that logs people in stands before it: for all of their browsers",
+    help="accept any number of browsers, behind a web proxy that authenticates users",
 )
 @common
 @click.pass_obj
 def command(out: Output, /, cluster: str, in_browser: bool, port: int, proxied: bool) -> None:
-    """Opens a way to the Ray dashboard and prints the local URL, which lets in the first browser that uses it.
+    """Start a local proxy to the Ray dashboard and print its URL, which only the first browser that opens it can use.
 
-    Reconnects by itself; ends with Ctrl-C."""
+    The proxy reconnects automatically. Ctrl-C stops it."""
     manager = ClusterManager()
     folder = manager.find(cluster).folder
     target = manager.dashboard_api(cluster)
-    target()  # a cluster that is not up is told now, not in the browser
+    target()  # raises for a cluster that is not ready
     proxy = DashboardProxy(target, port=port, proxied=proxied)
     proxy.start()
     page = folder.path / "dashboard.html"
     try:
         out.document({"cluster": cluster, "url": proxy.url}) if out.json else out.data(proxy.url)
-        out.say(f"for {'whoever the proxy lets in' if proxied else 'one browser'}; Ctrl-C ends it")
+        out.info(
+            f"accepts {'all browsers that the web proxy admits' if proxied else 'one browser'}; Ctrl-C stops it"
+        )
         if in_browser:
             import webbrowser
 
-            write_atomic(
-                page, redirect_page(proxy.url)
-            )  # not on the browser's command line, which others can read
+            # not on the browser's command line, which other users can read
+            write_atomic(page, redirect_page(proxy.url))
             webbrowser.open(page.as_uri())
         while manager.store.find(cluster):
             time.sleep(1)
-        out.say(f"`{cluster}` has ended")
+        out.info(f"`{cluster}` has ended")
     except KeyboardInterrupt:
         pass
     finally:

@@ -12,30 +12,30 @@ from heliostat.diagnostics.doctor import examine
 
 
 @click.command()
-@click.argument("what", metavar="[CLUSTER|FILE]", type=CLUSTER, required=False)
-@click.option("--on", metavar="SITE", help="check this site")
+@click.argument("subject", metavar="[CLUSTER|FILE]", type=CLUSTER, required=False)
+@click.option("--on", metavar="BACKEND", help="backend to check [local]")
 @common
 @click.pass_obj
-def command(out: Output, /, what: str | None, on: str | None) -> int:
-    """Says what is wrong with this machine, a file or a cluster, and what to type."""
+def command(out: Output, /, subject: str | None, on: str | None) -> int:
+    """Check this machine, a spec file or a cluster, and print a hint for each problem."""
     from heliostat.cluster.manager import ClusterManager
 
     manager = ClusterManager()
-    file = Path(what) if what and (what.endswith((".yaml", ".yml")) or "/" in what) else None
-    spec = None if what and not file else read_config({"on": on}, file).spec
-    checks = examine(manager, spec, what if what and not file else None)
-    worst = 1 if any(check.verdict == "fail" for check in checks) else 0
+    file = Path(subject) if subject and (subject.endswith((".yaml", ".yml")) or "/" in subject) else None
+    spec = None if subject and not file else read_config({"on": on}, file).spec
+    checks = examine(manager, spec, subject if subject and not file else None)
+    exit_code = 1 if any(check.verdict == "fail" for check in checks) else 0
     if out.json:
         rows = [
             {key: value for key, value in vars(check).items() if key != "attachment" or value}
             for check in checks
         ]
-        out.document({"checks": rows, "ok": not worst})
-        return worst
+        out.document({"checks": rows, "ok": not exit_code})
+        return exit_code
     for check in checks:
         out.data(f"{out.colour(check.verdict, check.verdict, None):<4}  {check.name}: {check.found}")
         if check.hint and check.verdict != "ok":
             out.data(f"      hint: {check.hint}")
             if check.attachment:
                 out.data(f"\n{check.attachment}\n")
-    return worst
+    return exit_code

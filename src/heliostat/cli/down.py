@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -16,12 +17,15 @@ from heliostat.common.units import count
 @click.command()
 @click.argument("clusters", type=CLUSTER, nargs=-1)
 @click.option(
-    "--on", "backend", metavar="SITE", help="clusters are named by their files; found on the site's machines"
+    "--on",
+    "backend",
+    metavar="BACKEND",
+    help="treat arguments as spec files and find their clusters on the hosts",
 )
-@click.option("--all", "every", is_flag=True, help="all my clusters")
-@click.option("--keep", is_flag=True, help="put it away where the site can; `up` brings it back")
-@click.option("--now", is_flag=True, help="kill at once, without time to save anything")
-@click.option("--dry-run", is_flag=True, help="say what would be stopped, stop nothing")
+@click.option("--all", "every", is_flag=True, help="all your clusters")
+@click.option("--keep", is_flag=True, help="suspend the cluster (where supported); `up` resumes it")
+@click.option("--now", is_flag=True, help="kill processes at once, without a grace period")
+@click.option("--dry-run", is_flag=True, help="print what would be stopped without stopping it")
 @common
 @click.pass_obj
 def command(
@@ -34,40 +38,28 @@ def command(
     now: bool,
     dry_run: bool,
 ) -> None:
-    """Ends exactly these clusters, verifies that nothing is left, and says what it removed.
+    """Terminate these clusters and verify that nothing of them is left.
 
-    `down --on ssh lab.yaml` ends one whose record is not on this machine."""
+    `down --on ssh lab.yaml` terminates a cluster whose record is not on this machine."""
     manager = ClusterManager(emit=out.emit)
     if keep and now:
-        raise UsageError("`--keep` and `--now` exclude each other", hint="keep one of them")
+        raise UsageError("`--keep` and `--now` exclude each other", hint="use one of them")
     if backend:
-        clusters = tuple(find(manager, file, backend) for file in clusters)
+        clusters = tuple(find_by_file(manager, file, backend) for file in clusters)
     names = manager.store.names() if every else list(dict.fromkeys(clusters))
     if not names and not every:
         raise UsageError(
-            "which cluster?",
-            cause=f"clusters here: {', '.join(manager.store.names()) or 'none'}",
+            "missing argument `CLUSTER`",
+            cause=f"your clusters: {', '.join(manager.store.names()) or 'none'}",
             hint="heliostat down NAME",
         )
     if dry_run:
-        return show_dry(out, manager, names)
-    done, failed = [], []
+        return show_dry_run(out, manager, names)
+    done: list[dict[str, Any]] = []
+    failed: list[tuple[str, HeliostatError]] = []
     for name in names:
         try:
-            found = manager.store.find(name)
-            before = len(found.record().nodes) if found else 0  # what has joined is forgotten when it ends
-            if keep:
-                done.append({"name": manager.suspend(name).record.name, "kept": True})
-                out.say(f"`{name}` is put away; heliostat up brings it back")
-                continue
-            record = manager.down(name, now=now).record
-            nodes = max(before, len(record.nodes))
-            done.append({"name": record.name, "nodes": nodes, "was_up": found is not None})
-            out.say(
-                f"`{record.name}` is down: {count(nodes, 'node')} ended"
-                if found
-                else f"`{record.name}` had ended already"
-            )
+            done.append(terminate(out, manager, name, keep, now))
         except HeliostatError as error:
             if len(names) == 1:
                 raise
@@ -77,17 +69,35 @@ def command(
         return out.document({"down": done})
     if failed:
         raise PartialFailure(
-            f"{len(failed)} of {len(names)} clusters could not be ended",
+            f"{len(failed)} of {len(names)} clusters could not be terminated",
             cause="; ".join(f"{name}: {error.message}" for name, error in failed),
             hint=f"heliostat doctor {failed[0][0]}",
             exit_code=3 if done else failed[0][1].exit_code,
         )
     if not names:
-        out.say("no clusters")
+        out.info("no clusters")
 
 
-def find(manager: ClusterManager, file: str, backend: str) -> str:
-    """The name of the cluster that this file describes; what runs of it without a record here is taken over."""
+def terminate(out: Output, manager: ClusterManager, name: str, keep: bool, now: bool) -> dict[str, Any]:
+    """Terminates or suspends one cluster; the JSON row of it."""
+    if keep:
+        suspended = manager.suspend(name).record.name
+        out.info(f"`{name}` is suspended; heliostat up resumes it")
+        return {"name": suspended, "kept": True}
+    found = manager.store.find(name)
+    before = len(found.record().nodes) if found else 0  # termination removes joined nodes from the record
+    record = manager.down(name, now=now).record
+    nodes = max(before, len(record.nodes))
+    out.info(
+        f"`{record.name}` is terminated: {count(nodes, 'node')} released"
+        if found
+        else f"`{record.name}` was already terminated"
+    )
+    return {"name": record.name, "nodes": nodes, "was_up": found is not None}
+
+
+def find_by_file(manager: ClusterManager, file: str, backend: str) -> str:
+    """The name of the cluster that this spec file describes. Adopts a running cluster without a record."""
     from heliostat.cli.options import read_config
 
     spec = read_config({"on": backend}, Path(file)).spec
@@ -98,14 +108,14 @@ def find(manager: ClusterManager, file: str, backend: str) -> str:
         and manager.store.last_archived(name) is None
     ):
         raise NotFoundError(
-            f"no cluster `{name}` runs on the machines of `{file}`",
+            f"no cluster `{name}` runs on the hosts of `{file}`",
             hint="heliostat ls --all",
             code=Code.NOT_FOUND_CLUSTER,
         )
     return name
 
 
-def show_dry(out: Output, manager: ClusterManager, names: list[str]) -> None:
+def show_dry_run(out: Output, manager: ClusterManager, names: list[str]) -> None:
     views = [manager.find(name) for name in names]
     if out.json:
         return out.document(

@@ -7,24 +7,25 @@ import click
 from heliostat.cli.options import CLUSTER, common
 from heliostat.cli.output import Output
 from heliostat.cluster.manager import ClusterManager
+from heliostat.common import shell
 from heliostat.common.errors import Code, HeliostatError, UsageError
-from heliostat.common.shell import CONNECTION_VARIABLES, export, unset
+from heliostat.common.shell import CONNECTION_VARIABLES
 
 
 @click.command()
 @click.argument("cluster", type=CLUSTER, required=False)
-@click.option("--unset", "forget", is_flag=True, help="print the line that takes them away again")
+@click.option("--unset", is_flag=True, help="print the command that unsets the variables")
 @common
 @click.pass_obj
-def command(out: Output, /, cluster: str | None, forget: bool) -> None:
-    """Prints export lines: eval "$(heliostat env NAME)", and ray.init() joins the cluster.
+def command(out: Output, /, cluster: str | None, unset: bool) -> None:
+    """Print shell commands that set the variables with which ray.init() connects to a cluster.
 
-    eval "$(heliostat env --unset)" undoes it, whichever cluster it was."""
-    if forget and cluster:
+    Usage: eval "$(heliostat env NAME)". To undo it: eval "$(heliostat env --unset)"."""
+    if unset and cluster:
         raise UsageError("`--unset` takes no cluster", hint="heliostat env --unset")
-    if forget:
+    if unset:
         names = list(CONNECTION_VARIABLES)
-        return out.document({"unset": names}) if out.json else out.exact(unset(names))
+        return out.document({"unset": names}) if out.json else out.exact(shell.unset(names))
     if cluster is None:
         raise UsageError("missing argument `CLUSTER`", hint="heliostat env --help")
     manager = ClusterManager()
@@ -32,8 +33,8 @@ def command(out: Output, /, cluster: str | None, forget: bool) -> None:
     env = manager.environment(view)
     if env is None:
         raise HeliostatError(
-            f"`{cluster}` is {view.state}, so there is nothing to connect to",
+            f"cannot connect to `{cluster}`: its state is {view.state}",
             hint=f"heliostat status {cluster}",
             code=Code.CLUSTER_NOT_READY,
         )
-    out.document({"env": env}) if out.json else out.exact(export(env))
+    out.document({"env": env}) if out.json else out.exact(shell.export(env))

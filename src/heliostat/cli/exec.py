@@ -12,27 +12,29 @@ from heliostat.common.errors import UsageError
 
 @click.command(context_settings={"ignore_unknown_options": True})
 @click.argument("cluster", type=CLUSTER)
-@click.option("--node", metavar="NAME", help="only on this node")
+@click.option("--node", metavar="NAME", help="run on this node only")
 @common
-@click.argument("words", metavar="-- COMMAND…", nargs=-1, type=click.UNPROCESSED)
+@click.argument("arguments", metavar="-- COMMAND…", nargs=-1, type=click.UNPROCESSED)
 @click.pass_obj
-def command(out: Output, /, cluster: str, node: str | None, words: tuple[str, ...]) -> int:
-    """Runs a command on every node at once; each line has the node's name before it. Exits with the worst of their codes."""
-    argv = list(words[1:] if words[:1] == ("--",) else words)
+def command(out: Output, /, cluster: str, node: str | None, arguments: tuple[str, ...]) -> int:
+    """Run a command on all nodes in parallel, and prefix each output line with the node's name.
+
+    The exit code is the highest exit code of the nodes."""
+    argv = list(arguments[1:] if arguments[:1] == ("--",) else arguments)
     if not argv:
-        raise UsageError("there is no command to run", hint=f"heliostat exec {cluster} -- nvidia-smi")
-    done = ClusterManager(emit=out.emit).nodes.run(cluster, argv, node)
+        raise UsageError("missing argument `COMMAND`", hint=f"heliostat exec {cluster} -- nvidia-smi")
+    results = ClusterManager(emit=out.emit).nodes.run(cluster, argv, node)
     if out.json:
         out.document(
             {
                 "cluster": cluster,
-                "nodes": {n: {"exit_code": d.code, "out": d.out, "err": d.err} for n, d in done.items()},
+                "nodes": {n: {"exit_code": r.code, "out": r.out, "err": r.err} for n, r in results.items()},
             }
         )
     else:
-        width = max(map(len, done))
-        for name, one in done.items():
-            for stream, text in (("out", one.out), ("err", one.err)):
+        width = max(map(len, results))
+        for name, result in results.items():
+            for stream, text in (("out", result.out), ("err", result.err)):
                 lines = "".join(f"{name:<{width}} | {line}\n" for line in text.splitlines())
                 out.raw(stream, lines.encode())
-    return max(one.code for one in done.values())
+    return max(result.code for result in results.values())

@@ -35,11 +35,17 @@ COLUMNS = (
 
 
 @click.command()
-@click.option("--csv", "path", type=click.Path(path_type=Path), help="write it as CSV; `-` for stdout")
-@click.option("--prune", is_flag=True, help="remove logs of ended clusters until they are within the limit")
-@click.option("--older-than", metavar="TIME", help="with --prune: those that ended longer ago, e.g. 30d")
-@click.option("--max-size", metavar="SIZE", help="with --prune: the limit [HELIOSTAT_HISTORY_SIZE, else 1G]")
-@click.option("--dry-run", is_flag=True, help="with --prune: say what would be removed, remove nothing")
+@click.option("--csv", "path", type=click.Path(path_type=Path), help="write CSV to this file; `-` for stdout")
+@click.option(
+    "--prune", is_flag=True, help="remove the oldest logs of terminated clusters beyond the size limit"
+)
+@click.option(
+    "--older-than",
+    metavar="TIME",
+    help="with --prune: also remove logs of clusters that ended before, e.g. 30d",
+)
+@click.option("--max-size", metavar="SIZE", help="with --prune: size limit [HELIOSTAT_HISTORY_SIZE, else 1G]")
+@click.option("--dry-run", is_flag=True, help="with --prune: print what would be removed without removing it")
 @common
 @click.pass_obj
 def command(
@@ -51,37 +57,49 @@ def command(
     max_size: str | None,
     dry_run: bool,
 ) -> None:
-    """Lists every cluster and job that ever ran here: what, where, how long it waited and ran, node-hours, exit code.
+    """List all clusters and jobs with command, backend, waiting time, run time, node-hours and exit code.
 
-    Logs of ended clusters are kept up to a limit, then those of the oldest are removed; their rows stay."""
+    Logs of terminated clusters are kept up to a size limit; then the oldest are removed. Their rows stay."""
     if prune:
         if path is not None:
             raise UsageError("`--prune` and `--csv` exclude each other", hint="heliostat history --prune")
         return prune_logs(out, older_than, max_size, dry_run)
     refuse_options(
         {"older_than": older_than, "max_size": max_size, "dry_run": dry_run},
-        "`history` alone",
-        "it changes nothing without `--prune`",
+        "`history` without `--prune`",
+        "the option applies to `--prune`",
         "heliostat history --prune",
     )
     manager = ClusterManager()
-    rows = [row for record in sorted(manager.history(), key=lambda r: r.created) for row in rows_of(record)]
+    rows = [row for record in sorted(manager.history(), key=lambda r: r.created) for row in make_rows(record)]
     if path is not None:
         return write_csv(out, rows, path)
     if out.json:
         return out.document({"history": rows})
     if not rows:
-        return out.say("nothing has run here yet")
+        return out.info("no clusters yet")
     has_cost = any(row["cost"] is not None for row in rows)
-    shown = [
-        (r["name"], r["what"][:40], r["backend"], r["nodes"], r["started"][:16].replace("T", " "), _span(r["waited_s"]),
-         _span(r["ran_s"]), _decimal(r["node_hours"]), *((_decimal(r["cost"]),) if has_cost else ()),
+    cells = [
+        (r["name"], r["what"][:40], r["backend"], r["nodes"], r["started"][:16].replace("T", " "), _duration(r["waited_s"]),
+         _duration(r["ran_s"]), _decimal(r["node_hours"]), *((_decimal(r["cost"]),) if has_cost else ()),
          "-" if r["exit_code"] is None else r["exit_code"], r["why"][:40])
         for r in rows
     ]  # fmt: skip
     cost = ("COST",) if has_cost else ()
-    columns = ("NAME", "WHAT", "SITE", "NODES", "STARTED", "WAITED", "RAN", "NODE-H", *cost, "EXIT", "WHY")
-    out.data(table(shown, columns))
+    columns = (
+        "NAME",
+        "COMMAND",
+        "BACKEND",
+        "NODES",
+        "STARTED",
+        "WAITED",
+        "RAN",
+        "NODE-H",
+        *cost,
+        "EXIT",
+        "REASON",
+    )
+    out.data(table(cells, columns))
 
 
 def prune_logs(out: Output, older_than: str | None, max_size: str | None, dry_run: bool) -> None:
@@ -107,14 +125,14 @@ def prune_logs(out: Output, older_than: str | None, max_size: str | None, dry_ru
         )  # fmt: skip
     for name in names:
         out.data(name)
-    verb = "would remove" if dry_run else "removed"
-    out.say(
-        f"{verb} the logs of {count(len(names), 'cluster')}, {format_bytes(freed)}; {format_bytes(used - freed)} of "
+    action = "would remove" if dry_run else "removed"
+    out.info(
+        f"{action} the logs of {count(len(names), 'cluster')}, {format_bytes(freed)}; {format_bytes(used - freed)} of "
         f"{format_bytes(limit)} are used"
     )
 
 
-def _span(seconds: float | None) -> str:
+def _duration(seconds: float | None) -> str:
     return "-" if seconds is None else format_duration(seconds)
 
 
@@ -122,12 +140,12 @@ def _decimal(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
-def rows_of(record: Record) -> list[dict[str, Any]]:
-    """The cluster, then the joins and the jobs that were submitted to it."""
-    # never below nothing: the clock may have been set back meanwhile
+def make_rows(record: Record) -> list[dict[str, Any]]:
+    """The row of the cluster, then the rows of its joins and jobs."""
+    # never negative, even if the clock was set back
     waited = max(0.0, record.ready - record.created) if record.ready else None
     ran = max(0.0, record.ended - record.ready) if record.ready and record.ended else None
-    what = record.command["text"] if record.command else "cluster"
+    title = record.command["text"] if record.command else "cluster"
     joins = {job["id"] for job in record.jobs if "nodes" in job}
     groups = [node.group for node in record.nodes.values() if node.joined not in joins]
     nodes = len(groups)
@@ -136,10 +154,10 @@ def rows_of(record: Record) -> list[dict[str, Any]]:
         {
             "name": record.name,
             "kind": record.kind,
-            "what": what,
+            "what": title,
             "backend": record.backend,
             "nodes": nodes,
-            "started": _when(record.created),
+            "started": _format_time(record.created),
             "waited_s": _round(waited),
             "ran_s": _round(ran),
             "node_hours": node_hours,
@@ -150,7 +168,7 @@ def rows_of(record: Record) -> list[dict[str, Any]]:
     ]
     for job in record.jobs:
         if job["id"] in joins:
-            rows.append(_row_of_join(record, job))
+            rows.append(_make_join_row(record, job))
             continue
         rows.append(
             {
@@ -159,7 +177,7 @@ def rows_of(record: Record) -> list[dict[str, Any]]:
                 "what": job["entrypoint"],
                 "backend": record.backend,
                 "nodes": len(record.nodes),
-                "started": _when(job["submitted"]),
+                "started": _format_time(job["submitted"]),
                 "waited_s": None,
                 "ran_s": job.get("seconds"),
                 "node_hours": None,
@@ -171,19 +189,19 @@ def rows_of(record: Record) -> list[dict[str, Any]]:
     return rows
 
 
-def _row_of_join(record: Record, join: dict[str, Any]) -> dict[str, Any]:
-    ready, used = join.get("ready"), join.get("node_seconds")
-    node_hours = None if used is None else round(used / 3600, 4)
-    there = max(0.0, join["ended"] - ready) if ready and join.get("ended") else None
+def _make_join_row(record: Record, join: dict[str, Any]) -> dict[str, Any]:
+    ready, node_seconds = join.get("ready"), join.get("node_seconds")
+    node_hours = None if node_seconds is None else round(node_seconds / 3600, 4)
+    ran = max(0.0, join["ended"] - ready) if ready and join.get("ended") else None
     return {
         "name": f"{record.name}/{join['id']}",
         "kind": "join",
         "what": join["entrypoint"] or "join",
         "backend": record.backend,
         "nodes": join["nodes"],
-        "started": _when(join["submitted"]),
+        "started": _format_time(join["submitted"]),
         "waited_s": _round(max(0.0, ready - join["submitted"])) if ready else None,
-        "ran_s": _round(there if join.get("seconds") is None else join["seconds"]),
+        "ran_s": _round(ran if join.get("seconds") is None else join["seconds"]),
         "node_hours": node_hours,
         "cost": cost_of(record, node_hours, [None]),
         "exit_code": join.get("exit_code"),
@@ -191,8 +209,8 @@ def _row_of_join(record: Record, join: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _when(moment: float) -> str:
-    return datetime.fromtimestamp(moment).astimezone().isoformat(timespec="seconds")
+def _format_time(timestamp: float) -> str:
+    return datetime.fromtimestamp(timestamp).astimezone().isoformat(timespec="seconds")
 
 
 def _round(seconds: float | None) -> float | None:
@@ -212,6 +230,6 @@ def write_csv(out: Output, rows: list[dict[str, Any]], path: Path) -> None:
         raise DiskError(
             f"could not write `{path}`", cause=error.strerror or str(error), code=disk_code(error)
         ) from None
-    out.document({"csv": str(path), "rows": len(rows)}) if out.json else out.say(
-        f"{len(rows)} rows in {path}"
+    out.document({"csv": str(path), "rows": len(rows)}) if out.json else out.info(
+        f"wrote {count(len(rows), 'row')} to {path}"
     )

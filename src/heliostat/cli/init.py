@@ -12,13 +12,14 @@ from heliostat.common.errors import DiskError, UsageError, disk_code
 
 
 @click.command()
-@click.option("--on", metavar="SITE", help="for this site [the most capable that is found]")
-@click.option("--force", is_flag=True, help="in place of the file that is there")
+@click.option("--on", metavar="BACKEND", help="backend of the file [the most capable one found]")
+@click.option("--force", is_flag=True, help="overwrite an existing file")
 @common
 @click.pass_obj
 def command(out: Output, /, on: str | None, force: bool) -> None:
-    """Writes a first heliostat.yaml for what it finds here: a scheduler, a kubeconfig, hosts of ~/.ssh/config, GPUs. Asks no
-    other machine."""
+    """Write a heliostat.yaml for what this machine has: a scheduler, a kubeconfig, hosts of ~/.ssh/config, GPUs.
+
+    No other host is contacted."""
     from heliostat import backends
     from heliostat.cluster import discovery
     from heliostat.config import loader
@@ -26,9 +27,7 @@ def command(out: Output, /, on: str | None, force: bool) -> None:
 
     path = Path.cwd() / loader.FILE
     if path.exists() and not force:
-        raise UsageError(
-            f"there is a `{loader.FILE}` here already", details=str(path), hint="heliostat init --force"
-        )
+        raise UsageError(f"`{loader.FILE}` exists already", details=str(path), hint="heliostat init --force")
     found = discovery.discover(Local(), Path.home())
     backend = discovery.choose(found, on)
     text = discovery.render_spec_file(found, backend, path.parent.name)
@@ -39,29 +38,29 @@ def command(out: Output, /, on: str | None, force: bool) -> None:
         raise DiskError(
             f"could not write `{path}`", cause=error.strerror or str(error), code=disk_code(error)
         ) from None
-    name = loader.load(backends.names(), file=path, environ={}).spec.cluster_name
-    first = {
-        "ssh": ("make Ray ready on every host", "heliostat setup"),
-        "kubernetes": ("ask the cluster what you may", "heliostat doctor heliostat.yaml"),
+    cluster = loader.load(backends.names(), file=path, environ={}).spec.cluster_name
+    first_steps = {
+        "ssh": ("install Ray on every host", "heliostat setup"),
+        "kubernetes": ("check your permissions", "heliostat doctor heliostat.yaml"),
     }
-    after = {
-        "first": first.get(backend, ("check Ray", "heliostat setup")),
-        "up": ("start it", "heliostat up"),
-        "run": ("or run one script", "heliostat run script.py"),
-    }
+    steps = [
+        first_steps.get(backend, ("check Ray", "heliostat setup")),
+        ("start a cluster", "heliostat up"),
+        ("or run one script", "heliostat run script.py"),
+    ]
     if out.json:
         return out.document(
             {
                 "file": str(path),
                 "backend": backend,
-                "name": name,
+                "name": cluster,
                 "found": dict(found.backends),
-                "next": [line for _, line in after.values()],
+                "next": [line for _, line in steps],
             }
         )
-    for where, words in found.backends.items():
-        out.say(f"found {where}: {words}")
-    out.say(f"wrote {loader.FILE} for `{backend}`; read it, then:")
-    for what, line in after.values():
-        out.say(f"  {what + ':':<29} {line}")
+    for name, description in found.backends.items():
+        out.info(f"found {name}: {description}")
+    out.info(f"wrote {loader.FILE} for `{backend}`; check it, then:")
+    for purpose, line in steps:
+        out.info(f"  {purpose + ':':<26} {line}")
     out.data(str(path))

@@ -15,13 +15,13 @@ from heliostat.common.units import format_duration
 @common
 @click.pass_obj
 def command(out: Output, /, cluster: str) -> None:
-    """Lists the jobs of a cluster, the newest first."""
+    """List the jobs of a cluster, newest first."""
     jobs = ClusterManager().jobs.list(cluster)
     if out.json:
         keys = ("id", "kind", "status", "entrypoint", "started", "seconds", "exit_code", "message")
         return out.document({"cluster": cluster, "jobs": [{key: job[key] for key in keys} for job in jobs]})
     if not jobs:
-        return out.say(f"no jobs on `{cluster}` yet")
+        return out.info(f"no jobs on `{cluster}` yet")
     rows = [
         (
             job["id"],

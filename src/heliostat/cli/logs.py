@@ -21,63 +21,64 @@ from heliostat.state.store import ClusterDirectory
 
 @click.command()
 @click.argument("cluster", type=CLUSTER)
-@click.argument("what", metavar="[JOB|NODE]", required=False)
-@click.option("-f", "--follow", is_flag=True, help="go on as it grows")
+@click.argument("source", metavar="[JOB|NODE]", required=False)
+@click.option("-f", "--follow", is_flag=True, help="print new output as it is written")
 @common
 @click.pass_obj
-def command(out: Output, /, cluster: str, what: str | None, follow: bool) -> int | None:
-    """Shows the output of a job, the agent and Ray logs of a node, or, with neither, the events of the cluster.
+def command(out: Output, /, cluster: str, source: str | None, follow: bool) -> int | None:
+    """Show the output of a job, the agent and Ray logs of a node, or, without either, the events of the cluster.
 
-    The logs of an ended cluster are kept and shown too."""
+    Works for terminated clusters too, while their logs are kept."""
     manager = ClusterManager()
     folder = (
         manager.store.find(cluster) or manager.store.last_archived(cluster) or manager.store.open(cluster)
     )
     record = folder.record()
-    manager.refresh(folder, what if what in record.nodes else None)
-    if what is None:
+    manager.refresh(folder, source if source in record.nodes else None)
+    if source is None:
         show_events(out, folder, follow)
         return None
-    refusal = manager.refusal(folder, record) if what in record.nodes else None
+    refusal = manager.refusal(folder, record) if source in record.nodes else None
     if refusal and follow:
         raise refusal
-    with Sink(out, record.name, what, follow) as sink:
-        show(sink, manager, folder, what)
-    if refusal:  # what is kept here is shown, and is not all
+    with Sink(out, record.name, source, follow) as sink:
+        show(sink, manager, folder, source)
+    if refusal:  # the logs on this machine are printed, but are not complete
         raise refusal
     return None
 
 
 class Sink:
-    """Where what was written goes: as it is; with --json into one document or, followed, a line for each piece."""
+    """Prints logs unchanged; with --json as one document or, with --follow, one line for each chunk."""
 
-    def __init__(self, out: Output, cluster: str, what: str, follow: bool) -> None:
+    def __init__(self, out: Output, cluster: str, source: str, follow: bool) -> None:
         self.out, self.follow = out, follow
-        self._of = {"cluster": cluster, "of": what}
+        self._fields = {"cluster": cluster, "of": source}
         self._texts: dict[str, str] = {}
         self._decoders: dict[str, codecs.IncrementalDecoder] = {}
         self._file, self._last = "", b"\n"
 
     def stream(self, stream: str, chunk: bytes) -> None:
-        """Of a job: `out` or `err`."""
-        self._keep(stream, chunk) if self.out.json else self.out.raw(stream, chunk)
+        """Prints a chunk of a job's output; stream: `out` or `err`."""
+        self._print_json(stream, chunk) if self.out.json else self.out.raw(stream, chunk)
 
     def file(self, name: str, chunk: bytes) -> None:
-        """Of a node, each under its name."""
+        """Prints a chunk of a node's log file, under the file's name."""
         if self.out.json:
-            return self._keep(name, chunk)
+            return self._print_json(name, chunk)
         if name != self._file:
             self.out.raw("out", b"" if self._last.endswith(b"\n") else b"\n")
             self.out.raw("out", f"==> {printable(name)} <==\n".encode())
         self._file, self._last = name, chunk
         self.out.raw("out", chunk)
 
-    def _keep(self, name: str, chunk: bytes) -> None:
-        if name not in self._decoders:  # a piece may end inside a character
+    def _print_json(self, name: str, chunk: bytes) -> None:
+        """Prints the chunk with --follow; else keeps it for the document."""
+        if name not in self._decoders:  # a chunk may end inside a character
             self._decoders[name] = codecs.getincrementaldecoder("utf-8")(errors="replace")
         text = self._decoders[name].decode(chunk)
         if self.follow:
-            self.out.data(as_json({**self._of, "log": name, "text": text}))
+            self.out.data(as_json({**self._fields, "log": name, "text": text}))
         else:
             self._texts[name] = self._texts.get(name, "") + text
 
@@ -86,52 +87,53 @@ class Sink:
 
     def __exit__(self, failed: object, *_: object) -> None:
         if self.out.json and not self.follow and not failed:
-            self.out.document({**self._of, "logs": self._texts})
+            self.out.document({**self._fields, "logs": self._texts})
 
 
-def show(sink: Sink, manager: ClusterManager, folder: ClusterDirectory, what: str) -> None:
-    record, ended = folder.record(), folder.path.parent == manager.store.ended
-    ours = backends.load(record.backend).starts_ray or ended
-    if ours and ((folder.logs / f"{what}.out").exists() or (record.command and what == "run")):
+def show(sink: Sink, manager: ClusterManager, folder: ClusterDirectory, source: str) -> None:
+    record, has_ended = folder.record(), folder.path.parent == manager.store.ended
+    has_output_files = backends.load(record.backend).starts_ray or has_ended
+    is_recorded_job = (folder.logs / f"{source}.out").exists() or (record.command and source == "run")
+    if has_output_files and is_recorded_job:
         if sink.follow:
-            manager.follow(folder, sink.stream, what)
+            manager.follow(folder, sink.stream, source)
             return
         for stream in ("out", "err"):
-            copy(sink, stream, folder.logs / f"{what}.{stream}")
-    elif what in record.nodes or (folder.logs / what).is_dir():
-        show_node(sink, manager, folder, what)
-    elif ended:
-        kept = sorted(folder.logs.glob(f"*/job-driver-{what}.log"))
-        if not kept:
-            gone = "" if folder.logs.exists() else "its logs were removed: the history has a size limit"
+            copy(sink, stream, folder.logs / f"{source}.{stream}")
+    elif source in record.nodes or (folder.logs / source).is_dir():
+        show_node(sink, manager, folder, source)
+    elif has_ended:
+        logs = sorted(folder.logs.glob(f"*/job-driver-{source}.log"))
+        if not logs:
+            pruned = "" if folder.logs.exists() else "the logs were removed: the history has a size limit"
             raise NotFoundError(
-                f"there is no job or node `{what}` in what is kept of `{record.name}`",
-                cause=gone,
+                f"the kept logs of `{record.name}` have no job or node `{source}`",
+                cause=pruned,
                 details=str(folder.logs),
                 code=Code.NOT_FOUND_JOB,
             )
-        ran = next((job.get("ran") for job in record.jobs if job["id"] == what), None)
-        copy(sink, "out", kept[0], JobOutput(what, ran))
+        ran = next((job.get("ran") for job in record.jobs if job["id"] == source), None)
+        copy(sink, "out", logs[0], JobOutput(source, ran))
     else:
         try:
-            for chunk in manager.ray_api(manager.observe(folder)).output(what, follow=sink.follow):
+            for chunk in manager.ray_api(manager.observe(folder)).output(source, follow=sink.follow):
                 sink.stream("out", chunk)
         except NotFoundError:
             raise NotFoundError(
-                f"there is no job or node `{what}` on `{record.name}`",
+                f"`{record.name}` has no job or node `{source}`",
                 cause=f"its nodes: {', '.join(record.nodes)}",
                 hint=f"heliostat jobs {record.name}",
                 code=Code.NOT_FOUND_JOB,
             ) from None
 
 
-def copy(sink: Sink, stream: str, path: Path, own: JobOutput | None = None) -> None:
+def copy(sink: Sink, stream: str, path: Path, output_filter: JobOutput | None = None) -> None:
     try:
         with open(path, "rb") as source:
             while chunk := source.read(1 << 20):
-                sink.stream(stream, own.feed(chunk) if own else chunk)
-        if own:
-            sink.stream(stream, own.close())
+                sink.stream(stream, output_filter.feed(chunk) if output_filter else chunk)
+        if output_filter:
+            sink.stream(stream, output_filter.close())
     except FileNotFoundError:
         pass
 
@@ -139,27 +141,27 @@ def copy(sink: Sink, stream: str, path: Path, own: JobOutput | None = None) -> N
 def show_events(out: Output, folder: ClusterDirectory, follow: bool) -> None:
     if out.json and not follow:
         return out.document({"cluster": folder.record().name, "events": list(folder.events())})
-    shown = 0
+    printed = 0
     while True:
         events = list(folder.events())
-        for event in events[shown:]:
-            out.data(as_json(event)) if out.json else out.data(event_line(event))
-        shown = len(events)
+        for event in events[printed:]:
+            out.data(as_json(event)) if out.json else out.data(format_event(event))
+        printed = len(events)
         if not follow or not folder.path.exists():
             return
         time.sleep(0.5)
 
 
-def event_line(event: dict[str, Any]) -> str:
-    when = datetime.fromtimestamp(event["at"]).isoformat(sep=" ", timespec="milliseconds")
+def format_event(event: dict[str, Any]) -> str:
+    time_text = datetime.fromtimestamp(event["at"]).isoformat(sep=" ", timespec="milliseconds")
     if event.get("kind") == "move":
         reason = f"  ({event['reason']})" if event.get("reason") else ""
-        return f"{when}  {event['node']}: {event['from']} -> {event['to']}{reason}"
-    return f"{when}  {event.get('text', '')}"
+        return f"{time_text}  {event['node']}: {event['from']} -> {event['to']}{reason}"
+    return f"{time_text}  {event.get('text', '')}"
 
 
 def show_node(sink: Sink, manager: ClusterManager, folder: ClusterDirectory, node: str) -> None:
-    """The agent's log, `ray start`'s, and Ray's own that were kept."""
+    """Prints the log of the agent and the Ray logs that were collected."""
     sizes: dict[Path, int] = {}
     while True:
         for path in sorted(p for p in (folder.logs / node).glob("*") if p.is_file()):

@@ -13,30 +13,37 @@ from heliostat.state.records import Record
 
 
 @click.command()
-@click.option("--all", "every", is_flag=True, help="with the ended ones")
+@click.option("--all", "every", is_flag=True, help="include terminated clusters")
 @common
 @click.pass_obj
 def command(out: Output, /, every: bool) -> None:
-    """Lists my clusters on every site, one line each: those that live, and those that ended since the last look."""
+    """List your clusters on all backends: running ones, and those that ended since the last `ls`."""
     manager = ClusterManager()
     records = manager.history() if every else [view.record for view in manager.clusters()]
     if out.json:
-        return out.document({"clusters": [row(record) for record in records]})
+        return out.document({"clusters": [make_row(record) for record in records]})
     if not records:
-        return out.say("no clusters; heliostat up starts one")
+        return out.info("no clusters; to start one: heliostat up")
     lines = [
-        (r.name, r.backend, str(r.state()), _count(r), ago(r.created), (r.reason if r.ended else "") or "")
+        (
+            r.name,
+            r.backend,
+            str(r.state()),
+            _format_ready(r),
+            ago(r.created),
+            (r.reason if r.ended else "") or "",
+        )
         for r in records
     ]
-    out.data(table(lines, ("NAME", "SITE", "STATE", "NODES", "AGE", "WHY")))
+    out.data(table(lines, ("NAME", "BACKEND", "STATE", "NODES", "AGE", "REASON")))
 
 
-def _count(record: Record) -> str:
+def _format_ready(record: Record) -> str:
     ready = sum(str(node.state) == "READY" for node in record.nodes.values())
     return f"{ready}/{len(record.nodes)}"
 
 
-def row(record: Record) -> dict[str, Any]:
+def make_row(record: Record) -> dict[str, Any]:
     return {
         "name": record.name,
         "backend": record.backend,

@@ -1,4 +1,4 @@
-"""Options that are not ours: before the script they are the scheduler's, and go to it verbatim."""
+"""Splits a command line into Heliostat's options, the scheduler's options and the command to run."""
 
 from __future__ import annotations
 
@@ -10,96 +10,103 @@ import click
 
 from heliostat.cli.output import Output
 
-META = "heliostat.native"
-WORDS = "heliostat.words"
+NATIVE_OPTIONS_KEY = "heliostat.native_options"
+COMMAND_KEY = "heliostat.command"
+NATIVE_OPTIONS_HELP = (
+    "With Slurm or PBS, an unknown option before the script goes to the scheduler unchanged, e.g. --partition=gpu. It takes the "
+    "next argument as its value, unless that is an option or a .py file; `--` ends the options."
+)
 
 
 class BackendCommand(click.Command):
-    """A verb that takes the scheduler's own options among ours: `run --partition=gpu --nodes 4 train.py --lr 0.1`.
-
-    An option that we do not know takes the next word as its value, unless that looks like an option or a script. Whoever
-    has an option without a value right before a command that is no Python file writes `--` between them."""
+    """A command that accepts the scheduler's options beside ours: `run --partition=gpu --nodes 4 train.py --lr 0.1`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        ours, native, words = split(args, self)
-        ctx.meta[META] = native
-        ctx.meta[WORDS] = words
+        ours, native, command = split_arguments(args, self)
+        ctx.meta[NATIVE_OPTIONS_KEY] = native
+        ctx.meta[COMMAND_KEY] = command
         out = ctx.find_object(Output)
         if out and native:
-            out.quiet = "-q" in ours or "--quiet" in ours  # it could not know whose the letter is
+            out.quiet = "-q" in ours or "--quiet" in ours  # Output cannot tell whose option `-q` is
         return super().parse_args(ctx, ours)
 
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        formatter.write_paragraph()
+        with formatter.indentation():
+            formatter.write_text(NATIVE_OPTIONS_HELP)
 
-def split(args: list[str], command: click.Command) -> tuple[list[str], list[str], list[str]]:
-    """(our options and their values, the scheduler's, the command from the script or from behind `--` on)."""
-    takes = {
+
+def split_arguments(args: list[str], command: click.Command) -> tuple[list[str], list[str], list[str]]:
+    """(our options and their values, the scheduler's options, the command from the script or from `--` on)."""
+    takes_value = {
         name: _takes_value(option)
         for option in command.params
         for name in (*option.opts, *option.secondary_opts)
     }
-    takes["--help"] = takes["-h"] = False
-    arguments = [parameter for parameter in command.params if isinstance(parameter, click.Argument)]
-    runs = any(argument.nargs == -1 for argument in arguments)
-    before = sum(argument.nargs == 1 for argument in arguments)  # plain words of ours before the command
+    takes_value["--help"] = takes_value["-h"] = False
+    parameters = [parameter for parameter in command.params if isinstance(parameter, click.Argument)]
+    runs_command = any(parameter.nargs == -1 for parameter in parameters)
+    positional = sum(parameter.nargs == 1 for parameter in parameters)  # our arguments before the command
     ours: list[str] = []
     native: list[str] = []
-    rest = list(args)
-    while rest:
-        word = rest.pop(0)
-        name = word.partition("=")[0] if word.startswith("--") else word[:2]
-        if word == "--":
-            return ours, native, ["--", *rest]
-        if not word.startswith("-") or word == "-":
-            if runs and not before:
-                return ours, native, [word, *rest]
-            before -= 1
-            ours.append(word)
+    remaining = list(args)
+    while remaining:
+        argument = remaining.pop(0)
+        name = argument.partition("=")[0] if argument.startswith("--") else argument[:2]
+        if argument == "--":
+            return ours, native, ["--", *remaining]
+        if not argument.startswith("-") or argument == "-":
+            if runs_command and not positional:
+                return ours, native, [argument, *remaining]
+            positional -= 1
+            ours.append(argument)
             continue
-        mine = name in takes
-        target = ours if mine else native
-        target.append(word)
-        has_value = "=" in word if word.startswith("--") else len(word) > 2
-        if mine and not takes[name] and len(name) == 2 and _is_theirs(word, rest, args, command):
+        is_ours = name in takes_value
+        target = ours if is_ours else native
+        target.append(argument)
+        has_value = "=" in argument if argument.startswith("--") else len(argument) > 2
+        is_short_switch = is_ours and not takes_value[name] and len(name) == 2
+        if is_short_switch and _is_native(argument, remaining, args, command):
             native.append(ours.pop())
-            mine, target = False, native
-        if has_value or not rest or (mine and not takes[name]):
+            is_ours, target = False, native
+        if has_value or not remaining or (is_ours and not takes_value[name]):
             continue
-        if mine or not (rest[0].startswith("-") or rest[0].endswith(".py")):
-            target.append(rest.pop(0))
+        if is_ours or not (remaining[0].startswith("-") or remaining[0].endswith(".py")):
+            target.append(remaining.pop(0))
     return ours, native, []
 
 
-def _is_theirs(word: str, rest: list[str], args: list[str], command: click.Command) -> bool:
-    """`-q workq` and `-qworkq` on a site whose scheduler has queues. Elsewhere, and before another option or a script: quiet."""
+def _is_native(argument: str, remaining: list[str], args: list[str], command: click.Command) -> bool:
+    """Whether `-q workq` or `-qworkq` is the scheduler's option. Elsewhere, and before an option or a script, `-q` is ours."""
     from heliostat import backends
 
-    flags = "".join(name[1] for option in command.params for name in option.opts if len(name) == 2)
-    joined = any(letter not in flags for letter in word[2:])
-    plain = rest and not rest[0].startswith("-") and not rest[0].endswith(".py")
-    if not joined and (len(word) > 2 or not plain):
+    letters = "".join(name[1] for option in command.params for name in option.opts if len(name) == 2)
+    has_joined_value = any(letter not in letters for letter in argument[2:])
+    has_next_value = remaining and not remaining[0].startswith("-") and not remaining[0].endswith(".py")
+    if not has_joined_value and (len(argument) > 2 or not has_next_value):
         return False
-    backend = _backend(args, command)
-    return backend in backends.names() and word[:2] in backends.load(backend).reserved_short_options
+    backend = _find_backend(args, command)
+    return backend in backends.names() and argument[:2] in backends.load(backend).reserved_short_options
 
 
-def _backend(args: list[str], command: click.Command) -> str:
-    """The site that these words are for: as they say, as the cluster's record has it, as the file says."""
+def _find_backend(args: list[str], command: click.Command) -> str:
+    """The backend of these arguments: from `--on`, else from the cluster's record, else from the spec file."""
     from heliostat.config.loader import FILE
     from heliostat.state.store import Store
 
-    said = {}
-    for i, word in enumerate(args):
-        name, sign, value = word.partition("=")
+    given = {}
+    for i, argument in enumerate(args):
+        name, sign, value = argument.partition("=")
         if name in ("--on", "-f", "--file"):
-            said[name[:3]] = value if sign else next(iter(args[i + 1 :]), "")
-    if "--o" in said:
-        return said["--o"]
+            given[name[:3]] = value if sign else next(iter(args[i + 1 :]), "")
+    if "--o" in given:
+        return given["--o"]
     if any(parameter.name == "cluster" for parameter in command.params):
-        folders = (Store().find(word) for word in args if not word.startswith("-"))
+        folders = (Store().find(argument) for argument in args if not argument.startswith("-"))
         return next((folder.record().backend for folder in folders if folder), "")
-    place = Path(said.get("-f") or said.get("--f") or FILE)
+    path = Path(given.get("-f") or given.get("--f") or FILE)
     try:
-        on = re.search(r"^on:\s*[\"']?(\w+)", place.read_text(encoding="utf-8"), re.MULTILINE)
+        on = re.search(r"^on:\s*[\"']?(\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
     except (OSError, UnicodeDecodeError):
         on = None
     return on[1] if on else os.environ.get("HELIOSTAT_ON", "")
@@ -110,9 +117,9 @@ def _takes_value(option: click.Parameter) -> bool:
 
 
 def native_options() -> list[str]:
-    return list(click.get_current_context().meta.get(META, []))
+    return list(click.get_current_context().meta.get(NATIVE_OPTIONS_KEY, []))
 
 
 def command_line() -> list[str]:
-    """The words of the command, with the `--` before them where there was one."""
-    return list(click.get_current_context().meta.get(WORDS, []))
+    """The command to run, with a leading `--` where the user gave one."""
+    return list(click.get_current_context().meta.get(COMMAND_KEY, []))

@@ -1,4 +1,4 @@
-"""What several verbs take: the common flags, the options of a cluster, the words before and after the script."""
+"""Options that several commands share, and how they become a spec."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# option of the command line -> key of the file
+# option -> key of the spec file
 KEYS = {
     "on": "on",
     "name": "name",
@@ -43,7 +43,7 @@ KEYS = {
 
 
 class ClusterName(click.ParamType[str]):
-    """Completes with the names of my clusters."""
+    """Completes with the names of the user's clusters."""
 
     name = "CLUSTER"
 
@@ -55,7 +55,7 @@ class ClusterName(click.ParamType[str]):
         try:
             names = Store().names()
         except HeliostatError:
-            return []  # the command itself says why
+            return []  # the command reports the error
         return [CompletionItem(name) for name in names if name.startswith(incomplete)]
 
 
@@ -63,12 +63,12 @@ CLUSTER = ClusterName()
 
 
 def common(function: F) -> F:
-    """--json, -q, -v, --debug: read from the raw arguments by Output, taken here so that click knows them."""
+    """--json, -q, -v, --debug: Output reads them from the raw arguments; declared here so that click accepts them."""
     for names, text in (
         (("--debug",), "show tracebacks"),
-        (("-v", "--verbose"), "say more"),
-        (("-q", "--quiet"), "say nothing but errors"),
-        (("--json",), "one JSON document on stdout"),
+        (("-v", "--verbose"), "print more messages"),
+        (("-q", "--quiet"), "print only errors and results"),
+        (("--json",), "print one JSON document to stdout"),
     ):
         function = click.option(*names, is_flag=True, expose_value=False, help=text)(function)
     return function
@@ -81,37 +81,44 @@ def cluster_options(function: F) -> F:
             "-f",
             "--file",
             "file",
-            type=click.Path(path_type=Path, readable=False),  # whoever reads it says why it cannot
-            help="the cluster's file [heliostat.yaml]",
+            type=click.Path(path_type=Path, readable=False),  # the loader reports why it cannot be read
+            help="spec file [heliostat.yaml]",
         ),
-        click.option("--on", metavar="SITE", help="where the machines come from [local]"),
-        click.option("--name", help="the cluster's name"),
-        click.option("--nodes", type=int, help="nodes in all, the head included [1]"),
+        click.option("--on", metavar="BACKEND", help="backend that provides the nodes [local]"),
+        click.option("--name", help="cluster name"),
+        click.option("--nodes", type=int, help="number of nodes, including the head [1]"),
         click.option(
-            "--min-nodes", type=int, help="begin when so many nodes are alive; with --max-nodes, so many stay"
+            "--min-nodes",
+            type=int,
+            help="start when this many nodes are ready; with --max-nodes, the autoscaler's minimum",
         ),
-        click.option("--max-nodes", type=int, help="more nodes come and go with demand: `autoscale`"),
+        click.option("--max-nodes", type=int, help="maximum number of nodes; enables autoscaling"),
         click.option("--cpus-per-node", type=int, help="CPUs that Ray may use on each node"),
         click.option("--gpus-per-node", type=int, help="GPUs on each node"),
         click.option(
             "--memory-per-node", metavar="SIZE", help="memory that Ray may use on each node, e.g. 50G"
         ),
         click.option("--object-store", metavar="SIZE", help="object store on each node, e.g. 10G"),
-        click.option("--time", metavar="TIME", help="how long the cluster may live, e.g. 4:00:00"),
-        click.option("--idle-timeout", metavar="TIME", help="end it after so long without work, e.g. 60m"),
+        click.option("--time", metavar="TIME", help="maximum lifetime of the cluster, e.g. 4:00:00"),
         click.option(
-            "--setup", multiple=True, metavar="LINE", help="shell line that runs first on every node"
+            "--idle-timeout",
+            metavar="TIME",
+            help="terminate the cluster after this long without work, e.g. 60m",
         ),
-        click.option("--ray-version", help="the Ray version that must be there"),
-        click.option("--venv", metavar="FOLDER", help="virtual environment of the nodes"),
+        click.option(
+            "--setup",
+            multiple=True,
+            metavar="LINE",
+            help="shell command to run on every node before Ray; repeatable",
+        ),
+        click.option("--ray-version", help="required Ray version"),
+        click.option("--venv", metavar="DIRECTORY", help="virtual environment of the nodes"),
         click.option("--conda", metavar="NAME", help="conda environment of the nodes"),
         click.option("--container", metavar="IMAGE", help="Apptainer image of the nodes"),
         click.option("--interface", metavar="NAME|CIDR", help="network interface of the nodes"),
-        click.option(
-            "--port-offset", type=int, metavar="N", help="take ports from 20000+N on, instead of free ones"
-        ),
+        click.option("--port-offset", type=int, metavar="N", help="use ports from 20000+N on [free ports]"),
         click.option("--labels", metavar="K=V,…", help="Ray labels of every node"),
-        click.option("--dry-run", is_flag=True, help="print the files and commands, run nothing"),
+        click.option("--dry-run", is_flag=True, help="print the files and commands without running anything"),
     ]
     for option in reversed(options):
         function = option(function)
@@ -119,45 +126,45 @@ def cluster_options(function: F) -> F:
 
 
 def wait_timeout(function: F) -> F:
-    """--wait-timeout, of the commands that wait for nodes."""
+    """--wait-timeout, for the commands that wait for nodes."""
     return click.option(
         "--wait-timeout",
         metavar="DURATION",
-        callback=lambda ctx, param, text: None if text is None else _limit(text),
-        help="stop waiting for nodes after this long, e.g. 30m; exit code 4 [a queue has no limit]",
+        callback=lambda ctx, param, text: None if text is None else _parse_wait_timeout(text),
+        help="stop waiting for nodes after this long and exit with code 4, e.g. 30m [no limit in a queue]",
     )(function)
 
 
-def _limit(text: str) -> int:
+def _parse_wait_timeout(text: str) -> int:
     from heliostat.common.units import parse_walltime
 
     try:
         seconds = parse_walltime(text)
     except ValueError as error:
-        raise UsageError("`--wait-timeout` cannot be used", cause=str(error)) from None
+        raise UsageError("`--wait-timeout` is invalid", cause=str(error)) from None
     if seconds <= 0:
-        raise UsageError("`--wait-timeout` cannot be used", cause=f"`{text}` is no time at all")
+        raise UsageError("`--wait-timeout` is invalid", cause=f"`{text}` is not longer than zero")
     return seconds
 
 
 def refuse_wait_timeout(given: float | None, beside: str, cause: str) -> None:
-    """For a command that does not wait."""
+    """Raises UsageError if --wait-timeout was given to a command that does not wait."""
     if given is not None:
         raise UsageError(
-            f"`--wait-timeout` cannot be used with `{beside}`", cause=cause, hint="keep one of them"
+            f"`--wait-timeout` cannot be used with `{beside}`", cause=cause, hint="use one of them"
         )
 
 
 def read_config(values: dict[str, Any], file: Path | None, *, base: dict[str, Any] | None = None) -> Config:
-    """The spec from the file, the environment and the flags. `base`: a running cluster's own, instead of the file."""
+    """The spec from the file, the environment and the options. `base`: a running cluster's spec, instead of the file."""
     from heliostat import backends
     from heliostat.config import loader
 
     flags = {KEYS[key]: value for key, value in values.items() if key in KEYS and value not in (None, ())}
     if "autoscale.max" in flags:
-        flags |= _demand(flags.pop("autoscale.max"), flags.pop("min_nodes", None))
+        flags |= _autoscale_keys(flags.pop("autoscale.max"), flags.pop("min_nodes", None))
     if "labels" in flags:
-        flags["labels"] = _pairs(flags["labels"].split(","), "--labels")
+        flags["labels"] = parse_pairs(flags["labels"].split(","), "--labels")
     if "environment.setup" in flags:
         flags["environment.setup"] = list(flags["environment.setup"])
     option_names = {key: option for option, key in KEYS.items()}
@@ -183,11 +190,9 @@ def read_config(values: dict[str, Any], file: Path | None, *, base: dict[str, An
         ctx = click.get_current_context()
         known = [name for option in ctx.command.params for name in option.opts]
         near = difflib.get_close_matches(native[0].partition("=")[0], known, n=1)
-        usage = (
-            f"heliostat {ctx.info_name} --help; arguments of a script go after it, a command goes after `--`"
-        )
+        usage = f"heliostat {ctx.info_name} --help; put a script's arguments after the script, a command after `--`"
         raise UsageError(
-            f"no such option: `{native[0]}`",
+            f"unknown option `{native[0]}`",
             cause=f"`{backend}` has no scheduler to pass it to",
             hint=f"did you mean `{near[0]}`?" if near else usage,
             code=Code.USAGE_UNKNOWN_OPTION,
@@ -199,57 +204,55 @@ def read_config(values: dict[str, Any], file: Path | None, *, base: dict[str, An
 
 
 def _check_spelling(native: Sequence[str], backend: str) -> None:
-    """Refuses a long option that is close to one of ours or of the scheduler, and is neither. Others go to the scheduler: a
-    site may have options of its own (SPANK plugins)."""
+    """Raises UsageError for a misspelled long option of ours or of the scheduler. Other unknown options go to the scheduler:
+    an installation may define its own (SPANK plugins)."""
     from heliostat import backends
 
     command = click.get_current_context().command
     theirs = {f"--{name}" for name in getattr(backends.load(backend), "long_options", ())}
     known = [name for option in command.params for name in option.opts if name.startswith("--")]
-    for word in native:
-        name = word.partition("=")[0]
+    for argument in native:
+        name = argument.partition("=")[0]
         if not name.startswith("--") or name in theirs:
             continue
         near = difflib.get_close_matches(name, [*known, *sorted(theirs)], n=1, cutoff=0.8)
         if near and not name.startswith(f"{near[0]}-"):
             raise UsageError(
-                f"no such option: `{name}`",
-                cause=f"neither heliostat nor the scheduler of `{backend}` is known to have it",
-                hint=f"did you mean `{near[0]}`? else {backend}: {{extra: ['{name}=…']}} in the file",
+                f"unknown option `{name}`",
+                cause=f"neither heliostat nor the scheduler of `{backend}` has it",
+                hint=f"did you mean `{near[0]}`? To pass it anyway, set {backend}: {{extra: ['{name}=…']}} in the file",
                 code=Code.USAGE_UNKNOWN_OPTION,
             )
 
 
-def refuse_options(values: Mapping[str, Any], with_what: str, cause: str, hint: str) -> None:
-    """Raises UsageError when one of these options was given: the command could only ignore it."""
+def refuse_options(values: Mapping[str, Any], conflict: str, cause: str, hint: str) -> None:
+    """Raises UsageError if one of these options was given: the command could only ignore it."""
     given = [f"--{key.replace('_', '-')}" for key, value in values.items() if value not in (None, (), False)]
     if given:
         raise UsageError(
-            f"{', '.join(f'`{name}`' for name in given)} cannot be used with {with_what}",
+            f"{', '.join(f'`{name}`' for name in given)} cannot be used with {conflict}",
             cause=cause,
             hint=hint,
         )
 
 
-def _demand(most: int, least: int | None) -> dict[str, int]:
-    """On the command line the head counts; in the file `autoscale` counts workers."""
-    if most < 2:
-        raise UsageError(f"`--max-nodes {most}` leaves no node to come", cause="the head is one of them")
-    if least is not None and not 1 <= least <= most:
-        raise UsageError(f"`--min-nodes {least}` is not between 1 and `--max-nodes {most}`")
-    return {"autoscale.max": most - 1, **({} if least is None else {"autoscale.min": least - 1})}
+def _autoscale_keys(max_nodes: int, min_nodes: int | None) -> dict[str, int]:
+    """The keys of `autoscale`, which count workers; the options count the head too."""
+    if max_nodes < 2:
+        raise UsageError(
+            f"`--max-nodes {max_nodes}` leaves no worker to add", cause="the head counts as a node"
+        )
+    if min_nodes is not None and not 1 <= min_nodes <= max_nodes:
+        raise UsageError(f"`--min-nodes {min_nodes}` is not between 1 and `--max-nodes {max_nodes}`")
+    return {"autoscale.max": max_nodes - 1, **({} if min_nodes is None else {"autoscale.min": min_nodes - 1})}
 
 
-def _pairs(words: Sequence[str], option: str) -> dict[str, str]:
+def parse_pairs(texts: Sequence[str], option: str) -> dict[str, str]:
+    """The KEY=VALUE arguments of an option."""
     found = {}
-    for word in words:
-        key, sign, value = word.partition("=")
+    for text in texts:
+        key, sign, value = text.partition("=")
         if not sign or not key:
-            raise UsageError(f"`{option}` takes KEY=VALUE, not `{word}`", hint=f"{option} kind=gpu")
+            raise UsageError(f"`{option}` takes KEY=VALUE, not `{text}`", hint=f"{option} kind=gpu")
         found[key] = value
     return found
-
-
-def pairs(words: Sequence[str], option: str) -> dict[str, str]:
-    """K=V words of a repeatable option."""
-    return _pairs(words, option)

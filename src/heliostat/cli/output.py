@@ -1,7 +1,7 @@
-"""The voice: events become lines, JSON, or a live line on a terminal. stderr talks, stdout is data.
+"""Prints events as lines, JSON, or one live line on a terminal. Messages go to stderr, data to stdout.
 
-Control characters in what is printed are written out here, whoever the text is from; only `raw`, the output of a person's own
-program, is not changed. Colours are put in as marks that nobody else can write, and become escape sequences last."""
+Control characters in printed text are escaped; only `raw`, the output of the user's program, is not changed. Colours are
+inserted with a random marker, which becomes an escape sequence last, so that printed text cannot contain one."""
 
 from __future__ import annotations
 
@@ -28,83 +28,81 @@ _STATE_COLOURS = {
     "stopping": "dim",
     "unknown": "warn",
 }
-PROGRESS_AFTER_S = 1.0  # what takes less needs no words
-TOLD = {"QUEUED", "READY", "LOST", "FAILED", "UNKNOWN"}  # the moves that a person waits for, or must know of
-PLAIN_EVERY_S = 10.0  # without a terminal, a waiting line that often
+PROGRESS_AFTER_S = 1.0  # shorter operations need no progress line
+ANNOUNCED_STATES = {"QUEUED", "READY", "LOST", "FAILED", "UNKNOWN"}  # others are printed with -v only
+PLAIN_INTERVAL_S = 10.0  # between progress lines without a terminal
 
 
 class Output:
-    """One command's way to the person. Made from the raw arguments, since a wrong option must be told in JSON too."""
+    """The output of one command. Made from the raw arguments, since a wrong option must be reported in JSON too."""
 
     def __init__(self, arguments: Sequence[str] = ()) -> None:
-        own = _own(list(arguments))
-        self.json = "--json" in own
-        self.quiet = "-q" in own or "--quiet" in own
-        self.verbose = "-v" in own or "--verbose" in own
-        self.debug = "--debug" in own or bool(os.environ.get("HELIOSTAT_DEBUG"))
+        ours = _own_arguments(list(arguments))
+        self.json = "--json" in ours
+        self.quiet = "-q" in ours or "--quiet" in ours
+        self.verbose = "-v" in ours or "--verbose" in ours
+        self.debug = "--debug" in ours or bool(os.environ.get("HELIOSTAT_DEBUG"))
         self.live = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
-        self.unread = False  # nobody reads stdout any more
-        self.began = time.monotonic()
+        self.stdout_closed = False  # the reader of stdout has closed the pipe
+        self.started_at = time.monotonic()
         self._line = ""
-        self._mark = f"\0{os.urandom(8).hex()}"
-        self._told = time.monotonic()
-        self._last: tuple[str, float] = ("", time.monotonic())
+        self._escape_marker = f"\0{os.urandom(8).hex()}"
+        self._last_line_at = time.monotonic()
 
-    # -- words
+    # -- text
 
     def colour(self, text: str, role: str, stream: Any = None) -> str:
         stream = stream or sys.stderr
         if os.environ.get("NO_COLOR") or not stream.isatty() or role not in _COLOURS:
             return text
-        return f"{self._mark}[{_COLOURS[role]}m{text}{self._mark}[0m"
+        return f"{self._escape_marker}[{_COLOURS[role]}m{text}{self._escape_marker}[0m"
 
-    def shown(self, text: str) -> str:
-        """The text as the terminal gets it."""
-        return "\x1b".join(map(printable, text.split(self._mark)))
+    def escape(self, text: str) -> str:
+        """The text for the terminal: control characters escaped, colour markers replaced."""
+        return "\x1b".join(map(printable, text.split(self._escape_marker)))
 
     def state(self, state: str, stream: Any = None) -> str:
         return self.colour(state, _STATE_COLOURS.get(state.lower(), ""), stream)
 
-    def say(self, text: str) -> None:
-        """One line to the person."""
+    def info(self, text: str) -> None:
+        """Prints a message to stderr, unless --quiet."""
         if not self.quiet:
             self._clear()
-            self._talk(text + "\n")
+            self._write_stderr(text + "\n")
 
-    def _talk(self, text: str, clear: str = "") -> None:
-        with contextlib.suppress(OSError):  # a terminal that is gone must not keep us from our work
-            sys.stderr.write(clear + self.shown(text))
+    def _write_stderr(self, text: str, clear: str = "") -> None:
+        with contextlib.suppress(OSError):  # a closed terminal must not stop the command
+            sys.stderr.write(clear + self.escape(text))
             sys.stderr.flush()
 
     def data(self, text: str) -> None:
-        """What the command is for, to stdout."""
-        self._write(self.shown(text))
+        """Prints the command's result to stdout."""
+        self._write(self.escape(text))
 
     def exact(self, text: str) -> None:
-        """The same for another program, which gets it as it is; a terminal does not."""
-        self._write(self.shown(text) if sys.stdout.isatty() else text)
+        """Prints a result for another program to stdout: escaped on a terminal only."""
+        self._write(self.escape(text) if sys.stdout.isatty() else text)
 
     def _write(self, text: str) -> None:
         self._clear()
-        with self._reader():
+        with self._detect_closed_pipe():
             sys.stdout.write(text if text.endswith("\n") else text + "\n")
             sys.stdout.flush()
 
     def raw(self, stream: str, chunk: bytes) -> None:
-        """Output of the user's own program, byte for byte. With --json, stdout is ours: it goes to stderr."""
+        """Writes output of the user's program unchanged. With --json it goes to stderr: stdout is for the document."""
         self._clear()
         target = sys.stdout if stream == "out" and not self.json else sys.stderr
-        with self._reader():
+        with self._detect_closed_pipe():
             target.buffer.write(chunk)
             target.buffer.flush()
 
     @contextlib.contextmanager
-    def _reader(self) -> Iterator[None]:
-        """Remembers when whoever reads our output has left."""
+    def _detect_closed_pipe(self) -> Iterator[None]:
         try:
             yield
         except BrokenPipeError:
-            self.unread = True
+            self.stdout_closed = True
             raise
 
     def document(self, value: dict[str, Any]) -> None:
@@ -121,9 +119,9 @@ class Output:
         else:
             for label, text in _lines(error):
                 indent = "" if label == "error" else "  "
-                self._talk(f"{indent}{self.colour(label + ':', label)} {text}\n")
+                self._write_stderr(f"{indent}{self.colour(label + ':', label)} {text}\n")
             if error.attachment:
-                self._talk(f"\n{error.attachment.rstrip()}\n")
+                self._write_stderr(f"\n{error.attachment.rstrip()}\n")
         return error.exit_code
 
     # -- events
@@ -134,37 +132,35 @@ class Output:
         elif event.kind == "move":
             reason = event.detail.get("reason") or ""
             names = event.detail.get("names", event.node)
-            if not names or (event.text not in TOLD and not self.verbose):
+            if not names or (event.text not in ANNOUNCED_STATES and not self.verbose):
                 return
-            self.say(
+            self.info(
                 f"{names}: {self.state(event.text.lower())}" + (f", {reason}" if reason else "") + self._age()
             )
         elif event.kind == "note" or self.verbose:
-            self.say(event.text)
+            self.info(event.text)
 
     def _age(self) -> str:
-        return self.colour(f"  {time.monotonic() - self.began:.1f} s", "dim")
+        return self.colour(f"  {time.monotonic() - self.started_at:.1f} s", "dim")
 
     def _progress(self, event: Event) -> None:
-        """A line that is rewritten on a terminal, and said now and then elsewhere; only after a second of waiting."""
-        if self.quiet or time.monotonic() - self.began < PROGRESS_AFTER_S:
+        """Prints a progress line after a second of waiting: rewritten on a terminal, repeated at intervals elsewhere."""
+        if self.quiet or time.monotonic() - self.started_at < PROGRESS_AFTER_S:
             return
-        text = " ".join(self.shown(_amounts(event)).split())
-        if text != self._last[0]:
-            self._last = (text, time.monotonic())
-        age = time.monotonic() - self.began
+        text = " ".join(self.escape(_progress_text(event)).split())
+        age = time.monotonic() - self.started_at
         if self.live and not self.json:
             self._clear()
             width = max(20, _width() - 1)
             self._line = f"{text} … {age:.0f} s"[:width]
-            self._talk(self._line)
-        elif time.monotonic() - self._told > PLAIN_EVERY_S:
-            self._told = time.monotonic()
-            self._talk(f"{text} … {age:.0f} s\n")
+            self._write_stderr(self._line)
+        elif time.monotonic() - self._last_line_at > PLAIN_INTERVAL_S:
+            self._last_line_at = time.monotonic()
+            self._write_stderr(f"{text} … {age:.0f} s\n")
 
     def _clear(self) -> None:
         if self._line:
-            self._talk("", "\r\x1b[K")
+            self._write_stderr("", "\r\x1b[K")
             self._line = ""
 
 
@@ -182,17 +178,17 @@ def _lines(error: HeliostatError) -> list[tuple[str, str]]:
 
 
 def as_json(value: Any, indent: int | None = None) -> str:
-    """One JSON document in plain ASCII, without any control character but its own line ends."""
+    """One JSON document in ASCII, without control characters other than line ends."""
     return json.dumps(value, indent=indent, default=str).replace("\x7f", "\\u007f")
 
 
-def _own(words: list[str]) -> list[str]:
-    """The words that are ours: what follows `--`, or the script of a `run`, is meant for somebody else."""
-    end = words.index("--") if "--" in words else len(words)
-    if "run" in words[:end]:
-        first = words.index("run") + 1
-        end = next((i for i in range(first, end) if words[i].endswith(".py")), end)
-    return words[:end]
+def _own_arguments(arguments: list[str]) -> list[str]:
+    """The arguments before `--` or before the script of `run`: later ones belong to the user's program."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    if "run" in arguments[:end]:
+        first = arguments.index("run") + 1
+        end = next((i for i in range(first, end) if arguments[i].endswith(".py")), end)
+    return arguments[:end]
 
 
 def _width() -> int:
@@ -202,7 +198,7 @@ def _width() -> int:
         return 80
 
 
-def _amounts(event: Event) -> str:
+def _progress_text(event: Event) -> str:
     if "bytes" not in event.detail:
         return event.text
     from heliostat.common.units import format_bytes
@@ -214,7 +210,7 @@ def _amounts(event: Event) -> str:
 
 
 def table(rows: Sequence[Sequence[object]], header: Sequence[str]) -> str:
-    """Plain columns, for people and for `awk`; no borders, no colour needed to read it. A cell is one line."""
+    """Aligned columns without borders, which `awk` can split. A cell is one line."""
     cells = [list(header), *[[_cell(cell) for cell in row] for row in rows]]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
     return "\n".join(

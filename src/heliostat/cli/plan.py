@@ -8,7 +8,7 @@ import click
 
 from heliostat.cli.options import CLUSTER, common
 from heliostat.cli.output import Output
-from heliostat.cli.status import only_one
+from heliostat.cli.status import find_only_cluster
 from heliostat.diagnostics import sizing
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @click.group(subcommand_metavar="rllib|train [CLUSTER]")
 @common
 def command() -> None:
-    """Prints the lines to paste into a program, so that it asks for what this cluster can give and no more."""
+    """Print RLlib or Ray Train settings that request no more than this cluster has."""
 
 
 @command.command()
@@ -28,14 +28,14 @@ def command() -> None:
     type=click.Choice(sizing.STRATEGIES),
     default="balanced",
     show_default=True,
-    help="rollouts: all CPUs sample; gpu: all GPUs learn, with few runners; balanced: both",
+    help="rollouts: all CPUs for env runners; gpu: all GPUs for learners, few runners; balanced: both",
 )
 @common
 @click.pass_obj
 def rllib(out: Output, /, cluster: str | None, strategy: str) -> None:
-    """Env runners and learners for RLlib (the new API stack)."""
-    found = _cluster(cluster)
-    _show(out, found.name, found.plan_rllib(strategy))
+    """Number and resources of env runners and learners for RLlib (new API stack)."""
+    target = _find_cluster(cluster)
+    _show(out, target.name, target.plan_rllib(strategy))
 
 
 @command.command()
@@ -44,13 +44,13 @@ def rllib(out: Output, /, cluster: str | None, strategy: str) -> None:
     "--cpus-per-worker",
     metavar="N",
     type=click.IntRange(min=0),
-    help="CPUs of a worker [what its node has for it]",
+    help="CPUs for each worker [the node's CPUs divided by its workers]",
 )
 @click.option(
     "--gpus-per-worker",
     metavar="N",
     type=click.FloatRange(min=0),
-    help="GPUs of a worker, or a share of one [1 where there are GPUs]",
+    help="GPUs for each worker, or a fraction of one [1 if the cluster has GPUs]",
 )
 @click.option(
     "--placement",
@@ -58,7 +58,7 @@ def rllib(out: Output, /, cluster: str | None, strategy: str) -> None:
     default="PACK",
     metavar="|".join(sizing.PLACEMENTS),
     show_default=True,
-    help="few nodes, all nodes, or one worker a node",
+    help="Ray's placement strategy: few nodes, all nodes, or one worker per node",
 )
 @common
 @click.pass_obj
@@ -70,22 +70,22 @@ def train(
     gpus_per_worker: float | None,
     placement: str,
 ) -> None:
-    """The ScalingConfig for Ray Train."""
-    found = _cluster(cluster)
-    _show(out, found.name, found.plan_train(cpus_per_worker, gpus_per_worker, placement))
+    """ScalingConfig for Ray Train."""
+    target = _find_cluster(cluster)
+    _show(out, target.name, target.plan_train(cpus_per_worker, gpus_per_worker, placement))
 
 
-def _cluster(name: str | None) -> Cluster:
+def _find_cluster(name: str | None) -> Cluster:
     from heliostat.api import connect
     from heliostat.cluster.manager import ClusterManager
 
-    return connect(name or only_one(ClusterManager()))
+    return connect(name or find_only_cluster(ClusterManager()))
 
 
-def _show(out: Output, name: str, found: sizing.Sizing) -> None:
+def _show(out: Output, name: str, sized: sizing.Sizing) -> None:
     if out.json:
         keys = ("strategy", "calls", "why", "bundles", "notes")
-        return out.document({"cluster": name, **{key: getattr(found, key) for key in keys}})
-    out.data(found.text())
-    for note in found.notes:
-        out.say(f"note: {note}")
+        return out.document({"cluster": name, **{key: getattr(sized, key) for key in keys}})
+    out.data(sized.text())
+    for note in sized.notes:
+        out.info(f"note: {note}")

@@ -6,18 +6,18 @@ import click
 
 from heliostat.cli.options import CLUSTER, common, wait_timeout
 from heliostat.cli.output import Output
-from heliostat.cli.up import banner, summary
+from heliostat.cli.up import show_next_steps, summary
 from heliostat.cluster.manager import ClusterManager
 
 
 @click.command()
 @click.argument("cluster", type=CLUSTER)
-@click.option("--node", metavar="NAME", help="only this worker")
+@click.option("--node", metavar="NAME", help="restart this worker only")
 @wait_timeout
 @common
 @click.pass_obj
 def command(out: Output, /, cluster: str, node: str | None, wait_timeout: float | None) -> None:
-    """Ends a cluster and starts it anew, as it was asked for. It gets a new token and new ports."""
+    """Terminate a cluster and start it again with the same spec. It gets a new token and new ports."""
     manager = ClusterManager(emit=out.emit)
     if node:
         view = manager.scaling.restart_node(cluster, node, wait_timeout)
@@ -25,5 +25,5 @@ def command(out: Output, /, cluster: str, node: str | None, wait_timeout: float 
         view = manager.restart(cluster, wait_timeout)
     if out.json:
         return out.document(summary(view))
-    banner(out, view)
+    show_next_steps(out, view)
     out.data(view.address or "")

@@ -32,17 +32,17 @@ if TYPE_CHECKING:
 
 
 @click.command(cls=BackendCommand)
-@click.option("--cluster", metavar="NAME", help="use this running cluster instead of a new one")
-@click.option("--detach", is_flag=True, help="return once it is submitted; `logs -f` shows its output")
+@click.option("--cluster", metavar="NAME", help="run on this cluster instead of a new one")
+@click.option("--detach", is_flag=True, help="return after submission; `logs -f` shows the output")
 @wait_timeout
 @cluster_options
 @common
-@click.argument("words", metavar="SCRIPT.py [ARGS…] | -- COMMAND…", nargs=-1, type=click.UNPROCESSED)
+@click.argument("arguments", metavar="SCRIPT.py [ARGS…] | -- COMMAND…", nargs=-1, type=click.UNPROCESSED)
 @click.pass_obj
 def command(
     out: Output,
     /,
-    words: tuple[str, ...],
+    arguments: tuple[str, ...],
     cluster: str | None,
     detach: bool,
     wait_timeout: float | None,
@@ -50,46 +50,46 @@ def command(
     dry_run: bool,
     **values: Any,
 ) -> int | None:
-    """Starts a cluster, runs the script on its head when all nodes are there, streams its output, releases everything.
+    """Start a cluster, run the script on its head when all nodes are ready, stream the output and terminate the cluster.
 
-    Exits with the script's exit code."""
+    The exit code is the script's."""
     argv = script_command(tuple(command_line()))
     manager = ClusterManager(emit=out.emit)
     if cluster:
-        refuse_wait_timeout(wait_timeout, "--cluster", f"the nodes of `{cluster}` are not waited for")
+        refuse_wait_timeout(wait_timeout, "--cluster", "`run --cluster` does not wait for nodes")
     elif detach:
-        refuse_wait_timeout(wait_timeout, "--detach", "`run --detach` waits for nothing")
+        refuse_wait_timeout(wait_timeout, "--detach", "`run --detach` does not wait for nodes")
     if cluster:
         refuse_options(
             {**values, "file": file},
             f"`--cluster {cluster}`",
-            "that cluster runs already, with nodes of its own",
-            f"heliostat scale {cluster} N changes its nodes; without --cluster a new one is started",
+            "that cluster has its nodes and settings already",
+            f"heliostat scale {cluster} N to change its size, or leave out --cluster to start a new cluster",
         )
         if native := native_options():
             raise UsageError(
-                f"no such option: `{native[0]}`",
+                f"unknown option `{native[0]}`",
                 hint="heliostat run --help",
                 code=Code.USAGE_UNKNOWN_OPTION,
             )
-        return run_on(out, manager, cluster, argv, detach, dry_run)
-    fresh = (
+        return submit_to(out, manager, cluster, argv, detach, dry_run)
+    generated = (
         {} if values.get("name") else {"name": f"run-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}"}
     )
-    config = read_config({**values, **fresh}, file)
-    if fresh:
-        config = replace(config, origins={**config.origins, "name": "made up"})
+    config = read_config({**values, **generated}, file)
+    if generated:
+        config = replace(config, origins={**config.origins, "name": "generated"})
     check_command(argv, config.spec)
-    what = {"argv": argv, "cwd": os.getcwd(), "text": quote(argv)}
+    job = {"argv": argv, "cwd": os.getcwd(), "text": quote(argv)}
     if dry_run:
         from heliostat.cli.dryrun import show
 
-        show(out, manager, config, what)
+        show(out, manager, config, job)
         return None
-    code = manager.run(config.spec, what, out.raw, detach=detach, wait_timeout_s=wait_timeout)
+    code = manager.run(config.spec, job, out.raw, detach=detach, wait_timeout_s=wait_timeout)
     if detach:
         name = config.spec.cluster_name
-        out.say(f"`{name}` is on its way; heliostat logs {name} run -f")
+        out.info(f"`{name}` is starting; to see the output: heliostat logs {name} run -f")
         out.document({"name": name, "job": "run"}) if out.json else out.data(name)
         return 0
     if out.json:
@@ -97,50 +97,53 @@ def command(
     return code
 
 
-def script_command(words: tuple[str, ...]) -> list[str]:
-    """The command's words; a Python file runs by the nodes' own Python. Bad scripts are told before anything starts."""
-    explicit = words[:1] == ("--",)
-    found = list(words[1:] if explicit else words)
-    if not found:
+def script_command(arguments: tuple[str, ...]) -> list[str]:
+    """The argv to run; the nodes' Python runs a Python file. Raises UsageError for a script that cannot run."""
+    is_command = arguments[:1] == ("--",)
+    argv = list(arguments[1:] if is_command else arguments)
+    if not argv:
         raise UsageError(
-            "there is no script to run", hint="heliostat run script.py, or heliostat run -- COMMAND"
+            "missing argument `SCRIPT.py`", hint="heliostat run script.py, or heliostat run -- COMMAND"
         )
-    if explicit or not found[0].endswith(".py"):
-        if not explicit and not _exists(found[0]):
+    if is_command or not argv[0].endswith(".py"):
+        if not is_command and not _is_executable(argv[0]):
             raise UsageError(
-                f"`{found[0]}` is not a Python file that is here",
-                cause=f"looked in {os.getcwd()}",
+                f"`{argv[0]}` is neither a Python file nor a command",
+                cause=f"searched {os.getcwd()} and PATH",
                 hint="heliostat run -- COMMAND",
             )
-        return found
-    check_script(found[0])
-    return ["python3", found[0].replace(os.sep, "/"), *found[1:]]
+        return argv
+    check_script(argv[0])
+    return ["python3", argv[0].replace(os.sep, "/"), *argv[1:]]
 
 
-def _exists(word: str, path: str | None = None) -> bool:
+def _is_executable(name: str, path: str | None = None) -> bool:
     import shutil
 
-    return shutil.which(word, path=path) is not None
+    return shutil.which(name, path=path) is not None
 
 
 def check_command(argv: list[str], spec: ClusterSpec) -> None:
-    """Raises where the command cannot exist on the head, before a cluster is started for it."""
+    """Raises UsageError if the command cannot exist on the head, before a cluster is started for it."""
     name, environment = argv[0], spec.environment
-    unknown = environment.setup or environment.conda or environment.container or "PATH" in environment.env
-    if name in ("python", "python3") or unknown:
+    has_own_path = (
+        environment.setup or environment.conda or environment.container or "PATH" in environment.env
+    )
+    if name in ("python", "python3") or has_own_path:
         return
     if os.sep not in name and (spec.on != "local" or environment.venv) and not name.endswith(".py"):
-        return  # the nodes have a PATH of their own
+        return  # the nodes have another PATH
     if os.path.isabs(name) and spec.on != "local":
         return
-    if _exists(name, os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])):
+    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
+    if _is_executable(name, path):
         return
-    here = os.path.isfile(name)
+    is_file = os.path.isfile(name)
     raise UsageError(
-        f"there is no command `{name}`",
-        cause=f"`{name}` is a file that cannot be executed by that name" if here else "it is not on PATH",
+        f"command `{name}` not found",
+        cause=f"the file `{name}` is not executable" if is_file else "it is not on PATH",
         hint=f"heliostat run {quote([name])}"
-        if here and name.endswith(".py")
+        if is_file and name.endswith(".py")
         else "heliostat run -- COMMAND",
         code=Code.PROGRAM_NOT_FOUND,
         exit_code=127,
@@ -153,9 +156,9 @@ def check_script(name: str) -> None:
         mode = path.stat().st_mode
     except FileNotFoundError:
         raise UsageError(
-            f"there is no script `{name}`",
-            cause=f"looked in {os.getcwd()}",
-            hint=_like(path),
+            f"script `{name}` not found",
+            cause=f"searched {os.getcwd()}",
+            hint=_suggest_script(path),
             code=Code.USAGE_UNREADABLE_FILE,
         ) from None
     except OSError as error:
@@ -163,7 +166,7 @@ def check_script(name: str) -> None:
             f"could not read `{name}`", cause=error.strerror or str(error), code=Code.USAGE_UNREADABLE_FILE
         ) from None
     if stat.S_ISDIR(mode):
-        raise UsageError(f"`{name}` is a folder, not a script", hint=f"heliostat run {name}/SCRIPT.py")
+        raise UsageError(f"`{name}` is a directory, not a script", hint=f"heliostat run {name}/SCRIPT.py")
     if not os.access(path, os.R_OK):
         raise UsageError(
             f"could not read `{name}`",
@@ -173,21 +176,21 @@ def check_script(name: str) -> None:
         )
 
 
-def _like(path: Path) -> str:
+def _suggest_script(path: Path) -> str:
     import difflib
 
     try:
-        here = [entry.name for entry in os.scandir(path.parent) if entry.name.endswith(".py")]
+        scripts = [entry.name for entry in os.scandir(path.parent) if entry.name.endswith(".py")]
     except OSError:
-        here = []
-    near = difflib.get_close_matches(path.name, here, n=1)
+        scripts = []
+    near = difflib.get_close_matches(path.name, scripts, n=1)
     return f"did you mean `{path.parent / near[0]}`?" if near else "heliostat run SCRIPT.py"
 
 
-def run_on(
+def submit_to(
     out: Output, manager: ClusterManager, cluster: str, argv: list[str], detach: bool, dry_run: bool
 ) -> int | None:
-    """On a cluster that runs already: a job there, in this folder."""
+    """`run --cluster`: submits a job that runs in the current directory."""
     if dry_run:
         manager.find(cluster)
         if out.json:

@@ -15,22 +15,22 @@ from heliostat.common.units import count
 @click.command()
 @click.argument("cluster", type=CLUSTER)
 @click.argument("workers", metavar="N", type=click.IntRange(0, MAX_WORKERS))
-@click.option("--group", metavar="NAME", help="so many of this group, where the cluster has groups")
+@click.option("--group", metavar="NAME", help="change this group, if the cluster has groups")
 @wait_timeout
-@click.option("--dry-run", is_flag=True, help="say what would change, change nothing")
+@click.option("--dry-run", is_flag=True, help="print what would change without changing it")
 @common
 @click.pass_obj
 def command(
     out: Output, /, cluster: str, workers: int, group: str | None, wait_timeout: float | None, dry_run: bool
 ) -> None:
-    """So many worker nodes, besides the head, now. Nodes that leave are drained first."""
+    """Set the number of workers, not counting the head. Nodes are drained before they are removed."""
     manager = ClusterManager(emit=out.emit)
     if dry_run:
         view = manager.find(cluster)
         nodes = view.record.nodes.values()
-        now = sum(node.role == "worker" and (group is None or node.group == group) for node in nodes)
+        current = sum(node.role == "worker" and (group is None or node.group == group) for node in nodes)
         if out.json:
-            return out.document({"name": cluster, "workers": now, "wanted": workers})
-        return out.data(f"# {cluster}: {count(now, 'worker')} now, {workers} wanted")
+            return out.document({"name": cluster, "workers": current, "wanted": workers})
+        return out.data(f"# {cluster}: {count(current, 'worker')} now, {workers} requested")
     view = manager.scaling.scale(cluster, workers, group, wait_timeout_s=wait_timeout)
-    out.document(summary(view)) if out.json else out.say(f"`{cluster}` has {count(view.alive(), 'node')}")
+    out.document(summary(view)) if out.json else out.info(f"`{cluster}` has {count(view.alive(), 'node')}")

@@ -14,7 +14,7 @@ from heliostat.cli.output import Output
 @common
 @click.pass_obj
 def command(out: Output, /) -> None:
-    """Prints the JSON Schema of heliostat.yaml, for editors and checkers."""
+    """Print the JSON Schema of heliostat.yaml, for editors and validators."""
     from heliostat import backends
     from heliostat.cluster import planner
     from heliostat.config import loader

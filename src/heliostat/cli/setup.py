@@ -17,12 +17,14 @@ from heliostat.common.units import count, format_bytes
 
 @click.command()
 @click.argument("path", metavar="[FILE]", required=False, type=click.Path(path_type=Path, readable=False))
-@click.option("--on", metavar="SITE", help="where the machines come from [local]")
-@click.option("--dry-run", is_flag=True, help="print the files and commands, run nothing")
+@click.option("--on", metavar="BACKEND", help="backend that provides the hosts [local]")
+@click.option("--dry-run", is_flag=True, help="print the files and commands without running anything")
 @common
 @click.pass_obj
 def command(out: Output, /, path: Path | None, on: str | None, dry_run: bool) -> int:
-    """Makes or upgrades the environment on all machines of the file at once, and checks that Ray and Python agree."""
+    """Install or upgrade the Python environment on all hosts of the spec file in parallel.
+
+    Checks that all hosts have the same Ray and Python versions."""
     from heliostat.cluster.manager import ClusterManager
 
     spec = read_config({"on": on}, path).spec
@@ -34,37 +36,36 @@ def command(out: Output, /, path: Path | None, on: str | None, dry_run: bool) ->
     outcomes = installer.install(targets)
     problem = environment.find_problem(outcomes)
     if out.json:
-        more = {"error": problem.fields()} if problem else {}
-        out.document({"hosts": [one.to_json() for one in outcomes], **more})
+        error = {"error": problem.fields()} if problem else {}
+        out.document({"hosts": [outcome.to_json() for outcome in outcomes], **error})
         return problem.exit_code if problem else 0
     rows = [
-        (one.name, one.python or "-", one.ray or "-", "failed" if one.error else one.summary)
-        for one in outcomes
+        (host.name, host.python or "-", host.ray or "-", "failed" if host.error else host.summary)
+        for host in outcomes
     ]
-    out.say(table(rows, ("HOST", "PYTHON", "RAY", "DONE")))
+    out.info(table(rows, ("HOST", "PYTHON", "RAY", "RESULT")))
     return out.error(problem) if problem else 0
 
 
 def show(out: Output, targets: Sequence[Target]) -> None:
-    """What would be sent where, and be run there."""
+    """Prints what `setup` would send to each host and run there."""
     hosts = []
     for target in targets:
         environment.check(target.environment)
-        asked = environment.request(target)
-        sent = environment.files(target, asked)
+        request = environment.request(target)
+        sent = environment.files(target, request)
         script = sent["setup.sh"].decode()
         if out.json:
             sizes = {name: len(data) for name, data in sent.items()}
-            hosts.append({"name": target.name, "files": sizes, "script": script, "request": asked})
+            hosts.append({"name": target.name, "files": sizes, "script": script, "request": request})
             continue
-        heavy = [len(data) for name, data in sent.items() if name.startswith("wheels/")]
+        wheel_sizes = [len(data) for name, data in sent.items() if name.startswith("wheels/")]
         names = [name for name in sent if not name.startswith("wheels/")]
-        if heavy:
-            names.append(f"{count(len(heavy), 'wheel')} where needed ({format_bytes(sum(heavy))})")
-        out.data(
-            f"# {target.name}{' over ssh' if target.is_remote else ''}: gets {', '.join(names)}; runs setup.sh:"
-        )
+        if wheel_sizes:
+            names.append(f"{count(len(wheel_sizes), 'wheel')} if missing ({format_bytes(sum(wheel_sizes))})")
+        host = f"{target.name}{' over ssh' if target.is_remote else ''}"
+        out.data(f"# {host}: receives {', '.join(names)}; runs setup.sh:")
         out.data("".join(f"    {line}\n" for line in script.splitlines()))
-        out.data(f"# with request.json: {json.dumps(asked)}")
+        out.data(f"# with request.json: {json.dumps(request)}")
     if out.json:
         out.document({"hosts": hosts})

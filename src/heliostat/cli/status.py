@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import click
@@ -16,29 +17,29 @@ from heliostat.common.units import format_bytes, format_duration
 
 @click.command()
 @click.argument("cluster", type=CLUSTER, required=False)
-@click.option("--watch", is_flag=True, help="show it anew every two seconds, until Ctrl-C")
+@click.option("--watch", is_flag=True, help="refresh every two seconds, until Ctrl-C")
 @common
 @click.pass_obj
 def command(out: Output, /, cluster: str | None, watch: bool) -> None:
-    """Shows the nodes with their state and reason, used/total of each resource, GPUs, jobs, time left, idle time."""
+    """Show the state, resources (used/total) and GPUs of each node, jobs, remaining time and idle time."""
     manager = ClusterManager()
-    name = cluster or only_one(manager)
+    name = cluster or find_only_cluster(manager)
     if watch and not out.json:
-        return show_live(manager, name, out)
+        return show_updates(manager, name, out)
     document = manager.status(name)
     out.document(document) if out.json else out.data(render(document, out))
 
 
-def only_one(manager: ClusterManager) -> str:
-    """The cluster that is meant when none is named."""
+def find_only_cluster(manager: ClusterManager) -> str:
+    """The name of the user's only cluster, for a command without one."""
     names = manager.store.names()
     if len(names) == 1:
         return names[0]
     if not names:
-        raise NotFoundError("there is no cluster", hint="heliostat up", code=Code.NOT_FOUND_CLUSTER)
+        raise NotFoundError("no cluster exists", hint="heliostat up", code=Code.NOT_FOUND_CLUSTER)
     raise NotFoundError(
-        "which cluster?",
-        cause=f"clusters here: {', '.join(names)}",
+        "missing argument `CLUSTER`",
+        cause=f"your clusters: {', '.join(names)}",
         hint=f"heliostat status {names[0]}",
         code=Code.NOT_FOUND_CLUSTER,
     )
@@ -54,10 +55,13 @@ def render(status: dict[str, Any], out: Output) -> str:
         (n["name"], n["role"], n["state"].lower(), n["ip"] or "-", *_resources(n), n["reason"] or "")
         for n in status["nodes"]
     ]
-    lines += ["", table(rows, ("NODE", "ROLE", "STATE", "IP", "CPU", "GPU", "MEMORY", "OBJECTS", "WHY"))]
+    lines += [
+        "",
+        table(rows, ("NODE", "ROLE", "STATE", "IP", "CPU", "GPU", "MEMORY", "OBJECT STORE", "REASON")),
+    ]
     gpus = [(n["name"], i, *_gpu(gpu)) for n in status["nodes"] for i, gpu in enumerate(n["gpus"])]
     if gpus:
-        lines += ["", table(gpus, ("NODE", "GPU", "MODEL", "USE", "MEMORY", "TEMPERATURE"))]
+        lines += ["", table(gpus, ("NODE", "GPU", "MODEL", "UTILIZATION", "MEMORY", "TEMPERATURE"))]
     jobs = [
         (
             j["id"],
@@ -84,11 +88,11 @@ def headline(status: dict[str, Any]) -> str:
 
 
 def _resources(node: dict[str, Any]) -> tuple[str, str, str, str]:
-    """used/total of what everybody asks for."""
+    """used/total of CPU, GPU, memory and object store."""
 
-    def pair(name: str, show: Any) -> str:
-        found = node["resources"].get(name)
-        return f"{show(found[0])}/{show(found[1])}" if found else "-"
+    def pair(name: str, format_amount: Callable[[float], str]) -> str:
+        amounts = node["resources"].get(name)
+        return f"{format_amount(amounts[0])}/{format_amount(amounts[1])}" if amounts else "-"
 
     def number(value: float) -> str:
         return f"{value:g}"
@@ -100,15 +104,20 @@ def _resources(node: dict[str, Any]) -> tuple[str, str, str, str]:
 
 
 def _gpu(gpu: dict[str, Any]) -> tuple[str, str, str, str]:
-    def shown(value: Any, unit: str) -> str:
+    def format_value(value: Any, unit: str) -> str:
         return "-" if value is None else f"{value:g} {unit}"
 
     memory = "-" if gpu["memory_total"] is None else f"{gpu['memory_used']}/{gpu['memory_total']} MiB"
-    return gpu["name"] or "-", shown(gpu["utilization"], "%"), memory, shown(gpu["temperature"], "°C")
+    return (
+        gpu["name"] or "-",
+        format_value(gpu["utilization"], "%"),
+        memory,
+        format_value(gpu["temperature"], "°C"),
+    )
 
 
-def show_live(manager: ClusterManager, name: str, out: Output) -> None:
-    """A view that is drawn anew in place; on something that is no terminal, one after the other."""
+def show_updates(manager: ClusterManager, name: str, out: Output) -> None:
+    """Refreshes the status in place on a terminal; elsewhere prints one after the other."""
     import sys
 
     from rich.console import Console
@@ -121,5 +130,5 @@ def show_live(manager: ClusterManager, name: str, out: Output) -> None:
             time.sleep(2)
     with Live(console=Console(), screen=True, auto_refresh=False) as live:
         while True:
-            live.update(Text(out.shown(render(manager.status(name), out))), refresh=True)
+            live.update(Text(out.escape(render(manager.status(name), out))), refresh=True)
             time.sleep(2)

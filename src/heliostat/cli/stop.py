@@ -15,8 +15,8 @@ from heliostat.cluster.manager import ClusterManager
 @common
 @click.pass_obj
 def command(out: Output, /, cluster: str, job: str) -> None:
-    """Stops a job: SIGTERM, ten seconds to save its work, then SIGKILL."""
+    """Stop a job with SIGTERM, and with SIGKILL after ten seconds."""
     stopped = ClusterManager().jobs.stop(cluster, job)
     if out.json:
         return out.document({"cluster": cluster, "job": job, "stopped": stopped})
-    out.say(f"`{job}` is told to stop" if stopped else f"`{job}` had ended already")
+    out.info(f"job `{job}` is stopping" if stopped else f"job `{job}` has already ended")

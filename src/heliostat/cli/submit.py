@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from heliostat.cli.options import CLUSTER, common, pairs
+from heliostat.cli.options import CLUSTER, common, parse_pairs
 from heliostat.cli.output import Output
 from heliostat.cluster.jobs import check_job_id
 from heliostat.cluster.manager import ClusterManager
@@ -21,7 +21,7 @@ from heliostat.common.shell import quote
 @click.option(
     "--working-dir",
     type=click.Path(path_type=Path),
-    help="directory to upload as the job's working directory [the current one, in place where the head sees it]",
+    help="directory to upload as the job's working directory [the current one; not uploaded if the head can read it]",
 )
 @click.option("--no-working-dir", is_flag=True, help="start the job in the root directory; upload nothing")
 @click.option("--env", "variables", multiple=True, metavar="K=V", help="environment variable of the job")
@@ -31,10 +31,10 @@ from heliostat.common.shell import quote
     metavar="FILE",
     help="Ray runtime environment (YAML or JSON)",
 )
-@click.option("--job-id", help="the job's id [generated]")
-@click.option("--dry-run", is_flag=True, help="print what would be submitted")
+@click.option("--job-id", help="job id [generated]")
+@click.option("--dry-run", is_flag=True, help="print the job without submitting it")
 @common
-@click.argument("words", metavar="-- COMMAND…", nargs=-1, type=click.UNPROCESSED)
+@click.argument("argv", metavar="-- COMMAND…", nargs=-1, type=click.UNPROCESSED)
 @click.pass_obj
 def command(
     out: Output,
@@ -47,31 +47,29 @@ def command(
     runtime_env: Path | None,
     job_id: str | None,
     dry_run: bool,
-    words: tuple[str, ...],
+    argv: tuple[str, ...],
 ) -> int | None:
-    """Hands a job to a running cluster, through Ray's Jobs API. Prints the job's id."""
-    if not words:
-        raise UsageError(
-            "there is no command to submit", hint=f"heliostat submit {cluster} -- python script.py"
-        )
-    env = pairs(variables, "--env")
+    """Submit a job to a running cluster through Ray's Jobs API, and print the job id."""
+    if not argv:
+        raise UsageError("missing argument `COMMAND`", hint=f"heliostat submit {cluster} -- python script.py")
+    env = parse_pairs(variables, "--env")
     runtime = read_runtime_env(runtime_env) if runtime_env else {}
     if working_dir is not None and not working_dir.is_dir():
-        raise UsageError(f"`{working_dir}` is not a folder", hint="--working-dir .")
+        raise UsageError(f"`{working_dir}` is not a directory", hint="--working-dir .")
     if working_dir is not None and no_working_dir:
-        raise UsageError("`--working-dir` and `--no-working-dir` exclude each other", hint="keep one of them")
+        raise UsageError("`--working-dir` and `--no-working-dir` exclude each other", hint="use one of them")
     if job_id is not None:
         check_job_id(job_id)
     manager = ClusterManager(emit=out.emit)
     if dry_run:
         given = working_dir or runtime.get("working_dir")
-        copied = given is not None or not manager.jobs.in_place(manager.find(cluster))
-        folder = None if no_working_dir and given is None else str(given or Path.cwd())
-        show(out, cluster, words, {"env": env, "runtime_env": runtime}, folder, copied)
+        is_uploaded = given is not None or not manager.jobs.in_place(manager.find(cluster))
+        directory = None if no_working_dir and given is None else str(given or Path.cwd())
+        show(out, cluster, argv, {"env": env, "runtime_env": runtime}, directory, is_uploaded)
         return None
     job = manager.jobs.submit(
         cluster,
-        words,
+        argv,
         working_dir=working_dir,
         env=env,
         runtime_env=runtime,
@@ -81,31 +79,31 @@ def command(
     if wait:
         return follow(out, manager, cluster, job)
     out.document({"cluster": cluster, "job": job}) if out.json else out.data(job)
-    out.say(f"heliostat logs {cluster} {job} -f") if not out.json else None
+    out.info(f"heliostat logs {cluster} {job} -f") if not out.json else None
     return None
 
 
 def show(
     out: Output,
     cluster: str,
-    words: tuple[str, ...],
+    argv: tuple[str, ...],
     environment: dict[str, Any],
-    folder: str | None,
-    copied: bool,
+    directory: str | None,
+    is_uploaded: bool,
 ) -> None:
-    """The dry run. folder: the job's working directory; copied: it is uploaded."""
-    line = quote(list(words))
+    """Prints the job for `--dry-run`. directory: the job's working directory."""
+    line = quote(list(argv))
     if out.json:
-        where = {"working_dir": folder, "uploaded": copied and folder is not None}
-        return out.document({"cluster": cluster, "entrypoint": line, **environment, **where})
-    how = f", with `{folder}` uploaded" if copied else f", in `{folder}`"
-    out.data(f"# submits to `{cluster}`{how if folder else ''}:\n{line}")
+        fields = {"working_dir": directory, "uploaded": is_uploaded and directory is not None}
+        return out.document({"cluster": cluster, "entrypoint": line, **environment, **fields})
+    detail = f", with `{directory}` uploaded" if is_uploaded else f", in `{directory}`"
+    out.data(f"# submits to `{cluster}`{detail if directory else ''}:\n{line}")
 
 
 def follow(out: Output, manager: ClusterManager, cluster: str, job: str) -> int:
-    """Streams the job's output; its exit code. Ctrl-C stops the job."""
+    """Streams the job's output and returns its exit code. Ctrl-C stops the job."""
     if out.verbose:
-        out.say(f"job {job}")
+        out.info(f"job {job}")
     written = 0
 
     def write(chunk: bytes) -> None:
@@ -116,7 +114,7 @@ def follow(out: Output, manager: ClusterManager, cluster: str, job: str) -> int:
     try:
         code = manager.jobs.wait(cluster, job, write)
     except KeyboardInterrupt:
-        out.say(f"interrupted: stopping the job `{job}` (Ctrl-C again: do not wait for it)")
+        out.info(f"interrupted: stopping the job `{job}` (Ctrl-C again: do not wait for it)")
         manager.jobs.stop_and_drain(cluster, job, write, written)
         raise Interrupted(
             f"interrupted; the job `{job}` is stopped", hint=f"heliostat jobs {cluster}"
@@ -140,5 +138,5 @@ def read_runtime_env(path: Path) -> dict[str, Any]:
             f"`{path}` is not YAML", cause=" ".join(str(error).split())[:200], code=Code.USAGE_INVALID_YAML
         ) from None
     if not isinstance(value, dict):
-        raise UsageError(f"`{path}` is not a runtime environment", cause="it should be a table of keys")
+        raise UsageError(f"`{path}` is not a runtime environment", cause="it must be a mapping")
     return value

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @click.command(cls=BackendCommand)
 @click.argument("path", metavar="[FILE]", required=False, type=click.Path(path_type=Path, readable=False))
-@click.option("--no-wait", is_flag=True, help="return once it is asked for")
+@click.option("--no-wait", is_flag=True, help="return as soon as the nodes are requested")
 @wait_timeout
 @cluster_options
 @common
@@ -38,11 +38,11 @@ def command(
     dry_run: bool,
     **values: Any,
 ) -> None:
-    """Starts a cluster and returns when it is ready. Prints the Ray address."""
+    """Start a cluster, wait until it is ready and print its Ray address."""
     if path and file:
-        raise UsageError(f"two files are given: `{path}` and `{file}`", hint="keep one of them")
+        raise UsageError(f"two files are given: `{path}` and `{file}`", hint="use one of them")
     if no_wait:
-        refuse_wait_timeout(wait_timeout, "--no-wait", "`up --no-wait` waits for nothing")
+        refuse_wait_timeout(wait_timeout, "--no-wait", "`up --no-wait` does not wait for nodes")
     config = read_config(values, path or file)
     manager = ClusterManager(emit=out.emit)
     if dry_run:
@@ -56,16 +56,16 @@ def command(
         view = manager.up(config.spec, wait=not no_wait, wait_timeout_s=wait_timeout)
     except (PartialFailure, StillStarting):
         if not out.json:
-            machines(out, manager.find(name))
+            show_hosts(out, manager.find(name))
         raise
     if out.json:
         return out.document(summary(view))
     if no_wait:
-        return out.say(f"`{name}` is asked for; heliostat status {name}")
+        return out.info(f"`{name}` is starting; to check it: heliostat status {name}")
     if was_ready:
-        out.say(f"`{name}` is up already, with {count(view.alive(), 'node')}")
+        out.info(f"`{name}` is already running, with {count(view.alive(), 'node')}")
     else:
-        banner(out, view)
+        show_next_steps(out, view)
     out.data(view.address or "")
 
 
@@ -83,48 +83,48 @@ def summary(view: View) -> dict[str, Any]:
     }
 
 
-def machines(out: Output, view: View) -> None:
-    """Where the machines are the person's own: what each brings, or why it is not there."""
+def show_hosts(out: Output, view: View) -> None:
+    """Prints the resources of each host that the spec lists, or why the host is not ready."""
     if not view.record.spec.get("hosts"):
         return
-    rows, cpus, gpus, memory = [], 0, 0, 0
+    rows, cpus, gpus, gpu_memory = [], 0, 0, 0
     for node in view.record.nodes.values():
-        told: dict[str, Any] = (view.live.get("nodes") or {}).get(node.name) or {}
-        there = node.state is NodeState.READY
-        size = (told.get("resources") or {}) if there else {}
-        cards = (told.get("gpus") or []) if there else []
-        kinds = Counter((card["name"], card["memory"]) for card in cards)
-        words = [f"{n} × {name} {format_bytes(each)}" for (name, each), n in kinds.items()]
-        cpus, gpus = cpus + (size.get("cpus") or 0), gpus + (size.get("gpus") or 0)
-        memory += sum(card["memory"] for card in cards)
+        status: dict[str, Any] = (view.live.get("nodes") or {}).get(node.name) or {}
+        is_ready = node.state is NodeState.READY
+        resources = (status.get("resources") or {}) if is_ready else {}
+        devices = (status.get("gpus") or []) if is_ready else []
+        models = Counter((device["name"], device["memory"]) for device in devices)
+        gpu_texts = [f"{n} × {name} {format_bytes(size)}" for (name, size), n in models.items()]
+        cpus, gpus = cpus + (resources.get("cpus") or 0), gpus + (resources.get("gpus") or 0)
+        gpu_memory += sum(device["memory"] for device in devices)
         rows.append(
             (
                 node.name,
                 node.role,
                 str(node.state).lower(),
-                told.get("ip") or "-",
-                size.get("cpus", "-"),
-                ", ".join(words) or size.get("gpus", "-"),
+                status.get("ip") or "-",
+                resources.get("cpus", "-"),
+                ", ".join(gpu_texts) or resources.get("gpus", "-"),
                 node.reason,
             )
         )
-    out.say(table(rows, ("HOST", "ROLE", "STATE", "IP", "CPUS", "GPUS", "WHY")))
-    cards_in_all = f"{count(gpus, 'GPU')} with {format_bytes(memory)}" if memory else count(gpus, "GPU")
-    out.say(f"{view.alive()} of {count(len(rows), 'machine')}: {count(cpus, 'CPU')}, {cards_in_all}")
+    out.info(table(rows, ("HOST", "ROLE", "STATE", "IP", "CPUS", "GPUS", "REASON")))
+    total = count(gpus, "GPU") + (f" with {format_bytes(gpu_memory)}" if gpu_memory else "")
+    out.info(f"{view.alive()} of {count(len(rows), 'host')} ready: {count(cpus, 'CPU')}, {total}")
 
 
-def banner(out: Output, view: View) -> None:
-    """What next, in commands that work as they stand."""
+def show_next_steps(out: Output, view: View) -> None:
+    """Prints the cluster's state and useful commands."""
     name = view.record.name
-    machines(out, view)
-    out.say(f"`{name}` is {out.state(str(view.state))}: {count(view.alive(), 'node')}")
-    # a driver must be on a node: from elsewhere work goes there as a job
-    apart = view.record.remote_dir or not backends.load(view.record.backend).shares_files
-    here = [] if apart else [("use it here", f'eval "$(heliostat env {name})"')]
-    for what, line in (
+    show_hosts(out, view)
+    out.info(f"`{name}` is {out.state(str(view.state))}: {count(view.alive(), 'node')}")
+    # a driver must run on a node; from another host only jobs can be submitted
+    is_remote = view.record.remote_dir or not backends.load(view.record.backend).shares_files
+    connect = [] if is_remote else [("connect", f'eval "$(heliostat env {name})"')]
+    for purpose, line in (
         ("run a job", f"heliostat submit {name} --wait -- python script.py"),
-        *here,
+        *connect,
         ("dashboard", f"heliostat dashboard {name}"),
-        ("give it back", f"heliostat down {name}"),
+        ("terminate", f"heliostat down {name}"),
     ):
-        out.say(f"  {what + ':':<13} {line}")
+        out.info(f"  {purpose + ':':<11} {line}")

@@ -29,21 +29,21 @@ def cost_of(record: Record, node_hours: float | None, groups: Sequence[str | Non
 
 
 def note_ready(record: Record, live: Json) -> None:
-    """When the cluster could be used first. The head's time counts: nobody may have looked in that moment."""
+    """Records when the cluster became ready: the head's time, since commands may observe it later."""
     if record.ready is None:
-        told = live.get("ready") or (live.get("job") or {}).get("started")
-        if told or record.state() is ClusterState.READY:
-            record.ready = float(told or time.time())
+        ready = live.get("ready") or (live.get("job") or {}).get("started")
+        if ready or record.state() is ClusterState.READY:
+            record.ready = float(ready or time.time())
 
 
 def note_joins(record: Record, live: Json) -> None:
-    """What is known of each join: ready, ended, seconds, node_seconds, status, exit_code. Called before its nodes are
-    forgotten, and once more when the cluster has ended."""
+    """Records ready, ended, seconds, node_seconds, status and exit_code of each join. Called before its nodes are removed
+    from the record, and again when the cluster has ended."""
     table = live.get("nodes") or {}
     over = record.ended or (live.get("ended") or {}).get("at")
     for join in record.jobs:
         if "nodes" not in join:
-            continue  # a job of Ray's
+            continue  # a Ray job
         names = [f"{join['id']}-{i}" for i in range(1, join["nodes"] + 1)]
         spans = [span for name in names if (span := _span(record, table.get(name) or {}, name, over))]
         if spans:
@@ -55,16 +55,16 @@ def note_joins(record: Record, live: Json) -> None:
         _note_command(join, (table.get(names[0]) or {}).get("job") or {})
 
 
-def _span(record: Record, told: Json, name: str, over: float | None) -> tuple[float, float | None] | None:
-    """(since when Ray had the node, until when); None: it never had it."""
-    if not told.get("ready"):
+def _span(record: Record, status: Json, name: str, end: float | None) -> tuple[float, float | None] | None:
+    """(when the node became ready, when it ended); None: it was never ready. end: of the cluster."""
+    if not status.get("ready"):
         return None
     known = record.nodes.get(name)
-    if told.get("state") in _LEFT:
-        return float(told["ready"]), float(told["since"])
+    if status.get("state") in _LEFT:
+        return float(status["ready"]), float(status["since"])
     if known and known.state in TERMINAL:
-        return float(told["ready"]), known.since
-    return float(told["ready"]), over
+        return float(status["ready"]), known.since
+    return float(status["ready"]), end
 
 
 def _note_command(join: Json, job: Json) -> None:

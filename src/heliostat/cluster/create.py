@@ -55,7 +55,7 @@ class Creator:
             nodes={m.name: NodeRecord(m.name, m.role, m.group, since=now) for m in members(spec)},
             command=command,
         )
-        event = {"at": now, "kind": "note", "text": f"asked for on {record.backend}"}
+        event = {"at": now, "kind": "note", "text": f"requested on {record.backend}"}
         files: dict[str, str | bytes] = {
             "agent.pyz": planner.agent_archive(),
             "spec.yaml": yaml.safe_dump(given, sort_keys=False),
@@ -85,7 +85,7 @@ class Creator:
         if not found:
             return None
         head, name = found[0].detail, spec.cluster_name
-        self._emit(Event("note", f"`{name}` runs on its machines, and is not on record here: taking it over"))
+        self._emit(Event("note", f"`{name}` runs on its hosts without a record on this machine: adopting it"))
         files = {}
         if spec.security.auth == "token" and "ssh" in head:
             from heliostat.remote.ssh import connect
@@ -124,7 +124,7 @@ class Creator:
                 for member in new:
                     record.nodes[member.name] = NodeRecord(member.name, member.role, since=time.time())
                 names = ", ".join(member.name for member in new)
-                folder.append({"at": time.time(), "kind": "note", "text": f"more machines: {names}"})
+                folder.append({"at": time.time(), "kind": "note", "text": f"hosts added: {names}"})
                 folder.save(record)
         return True
 
@@ -134,9 +134,9 @@ class Creator:
         if self._store.find(name) is None and directory.exists():
             raise HeliostatError(
                 f"the name `{name}` cannot be used",
-                cause="its folder has no record",
+                cause="its directory has no record",
                 details=str(directory),
-                hint="move that folder away, or choose another name with --name",
+                hint="move that directory away, or choose another name with --name",
             )
 
 
@@ -149,12 +149,12 @@ def check_same_spec(view: View, spec: ClusterSpec, command: dict[str, Any] | Non
     if is_same_kind and compared(record.spec) == compared(planner.spec_json(spec)):
         return
     age = format_duration(max(0.0, time.time() - record.created))
-    because = f"a cluster of that name on `{record.backend}` is {view.state}, started {age} ago"
+    cause = f"a cluster of that name on `{record.backend}` is {view.state}, started {age} ago"
     if is_same_kind:
-        because += ", with another spec"
+        cause += ", with another spec"
     raise HeliostatError(
         f"the name `{record.name}` is in use",
-        cause=because,
+        cause=cause,
         hint=f"heliostat down {record.name}, or choose another name with --name",
     )
 

@@ -180,24 +180,24 @@ def render_spec_file(found: Found, backend: str, directory: str) -> str:
     if backend == "slurm" and found.partition:
         others = [other for other in found.partitions if other != found.partition]
         also = f"; others here: {', '.join(others)}" if others else ""
-        lines += ["slurm:", _line(f"  partition: {_plain(found.partition)}", f"SLURM's default{also}")]
+        lines += ["slurm:", _line(f"  partition: {_plain(found.partition)}", f"Slurm's default{also}")]
     if backend not in ("local", "ssh"):
-        lines.append(_line('# time: "4:00:00"', "how long it may live; else as long as the site lets it"))
+        lines.append(_line('# time: "4:00:00"', "maximum lifetime [the scheduler's limit]"))
     if backend == "ssh":
         lines += [
             "environment:",
-            _line("  venv: ~/venvs/ray", "on each host; `heliostat setup` makes it"),
-            _line(f"  ray: {DEFAULT_RAY}", "the same everywhere; `heliostat setup` upgrades to it"),
-            _line("  # requirements: requirements.txt", "what else your code needs; a file on this machine"),
-            _line("  # wheels: wheels", "hosts without internet: a folder of wheels on this machine"),
+            _line("  venv: ~/venvs/ray", "on each host; `heliostat setup` creates it"),
+            _line(f"  ray: {DEFAULT_RAY}", "the same on all hosts; `heliostat setup` installs it"),
+            _line("  # requirements: requirements.txt", "other packages; a file on this machine"),
+            _line("  # wheels: wheels", "for hosts without internet: a directory of wheels on this machine"),
         ]
     else:
         lines += [
             "# environment:",
-            _line("#   venv: ~/venvs/ray", "else Ray is the one beside heliostat; made if it is not there"),
-            _line('#   setup: ["module load cuda"]', "shell lines that run first on every node"),
+            _line("#   venv: ~/venvs/ray", "created if it does not exist [the environment of heliostat]"),
+            _line('#   setup: ["module load cuda"]', "shell commands to run on every node before Ray"),
         ]
-    lines.append(_line("# idle: {timeout: 60m}", "ends itself after so long without work"))
+    lines.append(_line("# idle: {timeout: 60m}", "terminate after this long without work"))
     return "\n".join(lines) + "\n"
 
 
@@ -214,7 +214,7 @@ def _plain(text: str) -> str:
 def _where(found: Found, backend: str) -> str:
     others = [other for other in found.backends if other != backend]
     also = f"; also found here: {', '.join(others)}" if others else ""
-    return f"where the machines come from{also}"
+    return f"the backend{also}"
 
 
 def _kubernetes(found: Found) -> list[str]:
@@ -222,27 +222,27 @@ def _kubernetes(found: Found) -> list[str]:
     also = f"; others there: {', '.join(others[:MAX_CONTEXTS])}" if others else ""
     namespace = found.namespace or "default"
     return [
-        _line("cpus_per_node: 2", "of each pod: what it asks for, and what it gets at most"),
-        _line("memory_per_node: 4G", "a third of it for Ray's objects"),
+        _line("cpus_per_node: 2", "request and limit of each pod"),
+        _line("memory_per_node: 4G", "a third of it for Ray's object store"),
         _line("# gpus_per_node: 1", "nvidia.com/gpu; other vendors: kubernetes: {gpu: amd.com/gpu}"),
-        _line("# autoscale: {min: 0, max: 8}", "workers come and go with the work"),
+        _line("# autoscale: {min: 0, max: 8}", "number of workers, by demand"),
         "kubernetes:",
-        _line(f"  context: {_plain(found.context or '')}", f"your kubeconfig's current one{also}"),
+        _line(f"  context: {_plain(found.context or '')}", f"the current context of your kubeconfig{also}"),
         _line(
             f"  {'' if found.namespace else '# '}namespace: {_plain(namespace)}",
-            "the context's own" if found.namespace else "the context names none",
+            "the context's namespace" if found.namespace else "the context has none",
         ),
-        _line(f"  # image: rayproject/ray:{DEFAULT_RAY}", "with your own packages, pods start sooner"),
+        _line(f"  # image: rayproject/ray:{DEFAULT_RAY}", "pods start faster if the image has your packages"),
         _line("  # volumes: ['my-claim:/data']", "files that outlive the pods"),
         "# environment:",
         _line("#   requirements: requirements.txt", "installed in each pod as it starts"),
-        _line('# time: "4:00:00"', "how long a `run` may take"),
+        _line('# time: "4:00:00"', "maximum duration of a `run`"),
     ]
 
 
 def _hosts(found: Found) -> list[str]:
     lines = [
-        "hosts:                             # as after `ssh`; the first is the head. Take out what is no machine of yours"
+        "hosts:                             # ssh host names; the first is the head. Remove hosts that are not for the cluster"
     ]
     taken: set[str] = set()
     for host in found.hosts:

@@ -115,12 +115,12 @@ class EnvironmentInstaller:
             )
 
     def targets(self, spec: ClusterSpec) -> list[Target]:
-        """The hosts that have an environment of their own: those that the spec lists, else the host from which the backend is
+        """The hosts that need an environment: those that the spec lists, else the host from which the backend is
         reached, whose disks the nodes share. Raises UsageError for what cannot be done on them."""
         if not self._access.registry.load(spec.on).starts_ray:
             raise UsageError(
                 f"there is nothing to set up on `{spec.on}`",
-                cause="its machines come with Ray, and what your code needs is made as each of them starts",
+                cause="its nodes have Ray; the spec's environment is installed when each node starts",
                 hint=f"heliostat doctor --on {spec.on}",
             )
         found = _listed_targets(spec) if spec.on == LISTED_HOSTS_BACKEND else [self._shared_target(spec)]
@@ -157,8 +157,8 @@ class EnvironmentInstaller:
                 _, waiting = wait(waiting, 0.1)
             raise Interrupted(
                 "interrupted while installing",
-                cause="what was half done is known for that on each machine",
-                hint="the same command again goes on",
+                cause="incomplete installations are detected and repeated",
+                hint="repeat the command to continue",
             ) from None
         pool.shutdown()
         return [future.result() for future in running]
@@ -212,7 +212,7 @@ def check(wanted: Environment) -> None:
     if wanted.wheels and not wheels(wanted):
         raise UsageError(
             f"there are no wheels in `{wanted.wheels}`",
-            cause="`environment.wheels` is a folder on this machine",
+            cause="`environment.wheels` is a directory on this machine",
             hint=f"pip download -d {wanted.wheels} 'ray[default]=={wanted.ray or DEFAULT_RAY}'",
         )
 
@@ -223,10 +223,10 @@ def requirements(path: Path, above: tuple[Path, ...] = ()) -> str:
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        because = getattr(error, "strerror", None) or str(error)
-        raise UsageError(f"could not read the requirements `{path}`", cause=because) from None
+        cause = getattr(error, "strerror", None) or str(error)
+        raise UsageError(f"could not read the requirements `{path}`", cause=cause) from None
     if path in above:
-        raise UsageError(f"the requirements `{path}` take themselves in")
+        raise UsageError(f"the requirements `{path}` include themselves")
     texts = []
     for line in lines:
         other = re.match(r"\s*(?:-r|--requirement)[\s=]*([^\s#]+)", line)
@@ -333,12 +333,12 @@ def _outcome(target: Target, answer: dict[str, Any]) -> Outcome:
 
 
 HINTS: dict[str, str] = {
-    RefusalCause.VENV_MODULE_MISSING: "there: apt install python3-venv, or install uv",
-    RefusalCause.PACKAGE_NOT_FOUND: "a host without internet takes Ray from `environment: {wheels: DIRECTORY}`",
+    RefusalCause.VENV_MODULE_MISSING: "on that host: apt install python3-venv, or install uv",
+    RefusalCause.PACKAGE_NOT_FOUND: "without internet access, set `environment: {wheels: DIRECTORY}`",
     RefusalCause.RAY_MISSING_IN_IMAGE: "build the image on docker://rayproject/ray",
-    RefusalCause.RAY_MISSING: "name a `venv` in the file's environment: then it is made",
-    RefusalCause.RAY_VERSION_DIFFERS: "name a `venv` in the file's environment: then it is made",
-    RefusalCause.NOT_A_VENV: "name another directory: one that does not exist is made",
+    RefusalCause.RAY_MISSING: "set `environment: {venv: DIRECTORY}` in the file, which is then created",
+    RefusalCause.RAY_VERSION_DIFFERS: "set `environment: {venv: DIRECTORY}` in the file, which is then created",
+    RefusalCause.NOT_A_VENV: "set another directory; one that does not exist is created",
 }
 
 
@@ -347,9 +347,9 @@ def _hint(cause: str | None, reason: str, target: Target) -> str:
     if cause:
         return HINTS.get(cause, "")
     shell_errors = {
-        "conda: command not found": "load it by `environment.setup`, or name a `venv` in place of `conda`",
-        "EnvironmentNameNotFound": f"there: conda create -n {target.environment.conda} python",
-        "not found": "does it have Python? name it in the file: `ssh: {python: /path/to/python3}`",
+        "conda: command not found": "load conda in `environment.setup`, or set `venv` instead of `conda`",
+        "EnvironmentNameNotFound": f"on that host: conda create -n {target.environment.conda} python",
+        "not found": "if the host has Python, set its path in the file: `ssh: {python: /path/to/python3}`",
     }
     return next((hint for text, hint in shell_errors.items() if text in reason), "")
 
@@ -362,16 +362,16 @@ def find_problem(outcomes: Sequence[Outcome]) -> HeliostatError | None:
     failed = [one for one in outcomes if one.error]
     if not failed:
         return find_mismatch(outcomes)
-    because = "; ".join(f"{names}: {one.error}" for names, one in _grouped(failed, lambda one: one.error))
+    cause = "; ".join(f"{names}: {one.error}" for names, one in _grouped(failed, lambda one: one.error))
     hint = next((one.hint for one in failed if one.hint), "")
     if len(outcomes) == 1:
         return HeliostatError("the environment is not ready", cause=failed[0].error, hint=hint)
     if len(failed) == len(outcomes):
-        return HeliostatError(f"none of the {len(outcomes)} hosts could be set up", cause=because, hint=hint)
+        return HeliostatError(f"none of the {len(outcomes)} hosts could be set up", cause=cause, hint=hint)
     return PartialFailure(
         f"{len(failed)} of the {len(outcomes)} hosts could not be set up",
-        cause=because,
-        hint=hint or "the same command again does the rest",
+        cause=cause,
+        hint=hint or "repeat the command to set up the others",
     )
 
 

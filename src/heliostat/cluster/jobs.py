@@ -108,8 +108,8 @@ class Jobs:
     ) -> str:
         """Submits the command to Ray and returns the job's id. One argument is a shell line; several are quoted.
 
-        here: the job runs in the caller's directory, unless another one is given: in place where the head shares the file
-        system, else in an uploaded copy."""
+        here: the job runs in the caller's directory, unless another one is given. The directory is uploaded if the head does not
+        share the file system."""
         if job_id is not None:
             check_job_id(job_id)
         view = self._observer.find(name)
@@ -160,7 +160,7 @@ class Jobs:
         except NotFoundError:
             pass  # the cluster has ended meanwhile
         except (DiskError, DeadlineError) as error:
-            self._emit(Event("note", f"the job goes on, but is not on record: {error}"))
+            self._emit(Event("note", f"the job runs, but could not be recorded: {error}"))
 
     def _upload(self, api: RayApi, folder: Path, excludes: Sequence[str]) -> str:
         from heliostat.remote.working_dir import pack
@@ -231,10 +231,10 @@ class Jobs:
                 late = self._clock.monotonic() - silent_since > PATIENCE_S
                 replaced = isinstance(error, NotFoundError)
                 if late or replaced or cluster.view.address is None:
-                    gone = "its head is another one now, which does not know the job" if replaced else ""
+                    lost = "its head was replaced, and the new head does not know the job" if replaced else ""
                     raise HeliostatError(
                         f"the head of `{cluster.name}` was lost while the job `{job_id}` ran",
-                        cause=gone or end_reason(cluster.view.record)[:300] or error.cause,
+                        cause=lost or end_reason(cluster.view.record)[:300] or error.cause,
                         hint=f"heliostat logs {cluster.name}",
                     ) from None
                 self._clock.sleep(0.2)
@@ -259,7 +259,7 @@ class Jobs:
 
 
 def _check_head_memory(api: RayApi, directory: Path, size: int) -> None:
-    """Raises UsageError for a package that is too large for the head's memory, as far as Ray reports it."""
+    """Raises UsageError for a package that is too large for the head's memory, if Ray reports it."""
     head = next((node for node in api.nodes() if node["is_head"]), None)
     used, total = (head["host"]["memory"] if head else None) or (0, 0)
     if total and size > upload_limit.limit(total - used):

@@ -119,14 +119,14 @@ class Joins:
     def _check_joinable(self, record: Record, name: str) -> None:
         if self._access.platform(record):
             raise UsageError(
-                f"nobody can join `{name}`",
-                cause=f"`{record.backend}` makes its nodes",
+                f"no node can join `{name}`",
+                cause=f"`{record.backend}` creates its nodes",
                 hint=f"heliostat scale {name} N; heliostat submit {name} -- python script.py runs a script",
             )
         if planner.spec_of(record).machines:
             raise UsageError(
-                f"which machine joins `{name}`?",
-                cause="the file lists all machines of its site",
+                f"no host is named to join `{name}`",
+                cause="its file lists its hosts",
                 hint=f"heliostat join {name} --host zinc; heliostat submit {name} -- python script.py runs a script",
             )
 

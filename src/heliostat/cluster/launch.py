@@ -123,7 +123,7 @@ class Launcher:
         if command and command.get("package"):
             from heliostat.remote.working_dir import pack
 
-            self._emit(Event("note", "copying this folder to where it will run"))
+            self._emit(Event("note", "copying the current directory to the cluster"))
             with pack(Path.cwd(), ()) as package:
                 yield Path(command["package"]), package.data_path.read_bytes(), 0o600
 
@@ -158,7 +158,7 @@ def _record_launched(
     with folder.lock():
         known = folder.record()
         if known.id != record.id or known.target != "up":
-            raise NotFoundError(f"`{record.name}` is wanted no more")
+            raise NotFoundError(f"`{record.name}` is being terminated")
         known.launches = max(known.launches, record.launches)
         known.handles = [*(h for h in known.handles if h not in replaced), handle]
         for name in names:

@@ -224,7 +224,7 @@ class Observer:
         if node.state in TERMINAL or node.handle is None:
             return None
         record, live = evidence.record, evidence.live
-        seen = evidence.seen.get(node.handle, Observation(N.UNKNOWN, "the site did not answer for it"))
+        seen = evidence.seen.get(node.handle, Observation(N.UNKNOWN, "the backend did not report it"))
         # a node that ends by itself is still wanted: the scheduler may queue its job again
         was_stopped = node.state is N.STOPPING and node.cause in (StopReason.SCALED, StopReason.RESTARTED)
         wanted = record.target == "up" and not was_stopped

@@ -20,7 +20,7 @@ from heliostat.state.store import ClusterDirectory
 if TYPE_CHECKING:
     from heliostat.remote.transport import Transport
 
-DEMAND = "demand"  # `guest` of a node that the autoscaler added; it can leave at any time
+DEMAND = "demand"  # `joined` of a node that the autoscaler added; it can leave at any time
 PULL_LOCK_S = 5.0  # the next pull writes the same again
 NOTE_LOCK_S = 30.0  # a note is written only once
 

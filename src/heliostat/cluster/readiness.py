@@ -123,15 +123,15 @@ class ReadinessWaiter:
         record = view.record
         groups = group_nodes(n for n in _own_nodes(record) if n.state not in _SETTLED)
         names = ", ".join(f"{names} {node.state} {node.reason}".strip() for names, node in groups)
-        because = f"{overdue}: {names}" if names else overdue
+        cause = f"{overdue}: {names}" if names else overdue
         if record.kind == "up" and view.address and not view.headless:
-            ready = f"{view.alive()} of the {len(record.nodes)} nodes asked for"
-            hint = f"heliostat status {record.name}; the same `up` waits again, heliostat down {record.name} ends it"
-            return StillStarting(f"`{record.name}` has {ready}", cause=because, hint=hint)
-        what = f"`{record.name}` did not become ready"
-        return DeadlineError(
-            what, cause=because, details=str(self._access.store.archive_path(record) / "logs")
-        )
+            ready = f"{view.alive()} of the {len(record.nodes)} requested nodes"
+            hint = (
+                f"heliostat status {record.name}; repeat `up` to wait again, or heliostat down {record.name}"
+            )
+            return StillStarting(f"`{record.name}` has {ready}", cause=cause, hint=hint)
+        logs = self._access.store.archive_path(record) / "logs"
+        return DeadlineError(f"`{record.name}` did not become ready", cause=cause, details=str(logs))
 
     def _head_error(self, view: View, head: NodeRecord) -> HeliostatError:
         logs = self._access.store.archive_path(view.record) / "logs"
@@ -151,19 +151,19 @@ def _own_nodes(record: Record) -> list[NodeRecord]:
 def _partial_error(view: View, need: int) -> HeliostatError:
     record = view.record
     bad = [node for node in record.nodes.values() if node.state in (*TERMINAL, N.LOST)]
-    because = "; ".join(f"{node.name}: {node.reason}" for node in bad)[:400]
+    cause = "; ".join(f"{node.name}: {node.reason}" for node in bad)[:400]
     log = view.folder.logs / bad[0].name if bad else view.folder.logs
     if record.kind == "run":
         return HeliostatError(
-            f"only {view.alive()} of the {need} nodes came, so the command was not started",
-            cause=because,
+            f"the command was not started: only {view.alive()} of the {need} nodes became ready",
+            cause=cause,
             details=f"log: {log}",
         )
     return PartialFailure(
-        f"`{record.name}` has {view.alive()} of the {len(record.nodes)} nodes asked for",
-        cause=because,
+        f"`{record.name}` has {view.alive()} of the {len(record.nodes)} requested nodes",
+        cause=cause,
         details=f"log: {log}",
-        hint="the same command again starts the missing ones",
+        hint="repeat the command to start the missing nodes",
     )
 
 

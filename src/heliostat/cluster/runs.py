@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from heliostat.config.spec import ClusterSpec
 
 TIMED_OUT = 124  # the exit code of `timeout` when it ended the command
-NO_READER = "nobody reads its output any more"
+NO_READER = "the reader of its output has ended"
 
 
 class Runs:
@@ -146,7 +146,7 @@ class Runs:
             self._jobs.stop_and_drain(name, RUN, tee, kept.stat().st_size if kept.exists() else 0)
 
     def _emit_stop_reason(self, folder: ClusterDirectory) -> None:
-        """Says why a command was stopped (the time limit, `stop`): its exit code alone looks like a failure."""
+        """Emits why a command was stopped (the time limit, `stop`), since its exit code does not differ from a failure's."""
         live = folder.state()
         if (live.get("job") or {}).get("status") == "STOPPED":
             head = head_of(folder.record()).name

@@ -80,7 +80,7 @@ class Scaling:
         return self._waiter.wait(folder, wait_timeout_s)
 
     def restart_node(self, name: str, node: str, wait_timeout_s: float | None = None) -> View:
-        """Drains one worker as far as possible, terminates it and launches it again."""
+        """Drains one worker if possible, terminates it and launches it again."""
         view = self._observer.find(name)
         view.require_running()
         folder = view.folder
@@ -115,7 +115,7 @@ class Scaling:
         if not old.machines:
             raise UsageError(
                 f"`{name}` takes no hosts",
-                cause=f"`{view.record.backend}` gives it its machines",
+                cause=f"`{view.record.backend}` provides its nodes",
                 hint="--nodes 2",
             )
         listed = [host.model_dump(mode="json", exclude_unset=True) for host in all_hosts(old)]
@@ -146,8 +146,8 @@ class Scaling:
                 break
             if self._clock.monotonic() > deadline:
                 raise HeliostatError(
-                    f"`{record.name}` could not let go of all nodes",
-                    cause=f"still there: {', '.join(left)}",
+                    f"`{record.name}` could not remove all nodes",
+                    cause=f"still running: {', '.join(left)}",
                 )
             self._clock.sleep(POLL_S)
         backend.collect_logs(whole, folder.path)
@@ -155,8 +155,8 @@ class Scaling:
             record = folder.record()
             for node in names:
                 record.nodes.pop(node, None)
-            gone = {h.native_id for h in whole}
-            record.handles = [h for h in record.handles if h["native_id"] not in gone]
+            ended = {h.native_id for h in whole}
+            record.handles = [h for h in record.handles if h["native_id"] not in ended]
             folder.save(record)
 
     def _resize_on_platform(
@@ -183,7 +183,7 @@ def check_total(access: Access, record: Record, nodes: int) -> None:
     most = access.registry.load(record.backend).most_nodes
     if nodes > most:
         raise UsageError(
-            f"`{record.name}` cannot have {nodes} nodes", cause=f"{most} are the most on `{record.backend}`"
+            f"`{record.name}` cannot have {nodes} nodes", cause=f"`{record.backend}` allows at most {most}"
         )
 
 
@@ -196,22 +196,24 @@ def _check_single_kind(name: str, spec: ClusterSpec, workers: int, group: str | 
             hint=f"heliostat scale {name} {workers}",
         )
     if spec.kinds:
-        raise UsageError(f"`{name}` has groups of nodes", cause="say which group in the file, and `up` again")
+        raise UsageError(
+            f"`{name}` has groups of nodes", cause="change the group's `nodes` in the file, then repeat `up`"
+        )
 
 
 def _check_resizable(record: Record, spec: ClusterSpec, workers: int, group: str | None) -> None:
     kinds: Sequence[str | None] = [*spec.kinds] if spec.kinds else [None]
     if group not in kinds:
         raise UsageError(
-            f"`{record.name}` has no group `{group}`" if group else f"which group of `{record.name}`?",
+            f"`{record.name}` has no group `{group}`" if group else f"no group of `{record.name}` is named",
             cause=f"it has {', '.join(spec.kinds)}" if spec.kinds else "its workers are all of one kind",
             hint=f"heliostat scale {record.name} {workers}" + (f" --group {kinds[0]}" if spec.kinds else ""),
         )
     if spec.has_autoscaling:
         raise UsageError(
-            f"`{record.name}` has as many nodes as its work asks for",
-            cause="`autoscale` is in its file",
-            hint="change `min` and `max` there, and start it anew",
+            f"the autoscaler sets the number of nodes of `{record.name}`",
+            cause="its file has `autoscale`",
+            hint=f"change `min` and `max` in the file, then heliostat down {record.name} and heliostat up",
         )
 
 
@@ -220,7 +222,7 @@ def _check_restartable(record: Record, name: str, node: str) -> None:
     if record.nodes[node].role == "head":
         raise UsageError(f"`{node}` is the head of `{name}`", hint=f"heliostat restart {name}")
     if record.nodes[node].joined:
-        raise UsageError(f"`{node}` came with a `join`, and ends with it")
+        raise UsageError(f"`{node}` belongs to a `join` and cannot be restarted separately")
 
 
 def _record_workers(folder: ClusterDirectory, wanted: Sequence[str]) -> tuple[Record, list[str]]:

@@ -82,7 +82,7 @@ class Starter:
                 self._terminator.terminate_interrupted(folder, before_archive)
             raise Interrupted(
                 f"interrupted while waiting for `{name}`",
-                cause="it goes on starting",
+                cause="it continues to start",
                 hint=f"heliostat down {name}",
             ) from None
         except (PartialFailure, StillStarting):
@@ -126,7 +126,7 @@ class Starter:
             if view.record.has_ended():
                 self._archiver.archive(view)
             elif view.headless:
-                self._terminator.terminate(folder, "its head is gone")
+                self._terminator.terminate(folder, "its head has ended")
             else:
                 if command or not self._creator.record_hosts(folder, spec):
                     check_same_spec(view, spec, command)

@@ -19,7 +19,7 @@ class StatusReporter:
         self._observer, self._connector = observer, connector
 
     def status(self, name: str) -> dict[str, Any]:
-        """The document of `heliostat status --json`. If the head does not answer, `problem` says so; the rest is still true."""
+        """The document of `heliostat status --json`. If the head does not answer, `problem` has the reason."""
         view = self._observer.find(name)
         record, connection, pulse = view.record, view.folder.connection() or {}, view.folder.heartbeat()
         table = view.live.get("nodes") or {}

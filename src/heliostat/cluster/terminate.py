@@ -74,26 +74,29 @@ class Terminator:
         platform, handle = self._access.platform(record), handle_of(record)
         if platform is None or handle is None:
             raise UsageError(
-                f"`{name}` cannot be kept",
-                cause=f"`{record.backend}` has nothing that could be brought back",
+                f"`{name}` cannot be suspended",
+                cause=f"`{record.backend}` does not support it",
                 hint=f"heliostat down {name}",
             )
         if record.kind != "up":
             raise UsageError(f"`{name}` runs one command and ends with it", hint=f"heliostat down {name}")
-        self._emit(Event("note", f"putting `{name}` away"))
+        self._emit(Event("note", f"suspending `{name}`"))
         platform.suspend(handle, self._access.host_of(record))
         self._observer.invalidate(folder)
         deadline = self._clock.monotonic() + SUSPEND_S
         while True:
             view = self._observer.observe(folder)
-            own = [node for node in view.record.nodes.values() if not node.joined]
-            if all(node.state is N.SUSPENDED for node in own):
+            active = [
+                node.name
+                for node in view.record.nodes.values()
+                if not node.joined and node.state is not N.SUSPENDED
+            ]
+            if not active:
                 return view
             if self._clock.monotonic() > deadline:
-                left = ", ".join(node.name for node in own if node.state is not N.SUSPENDED)
                 raise DeadlineError(
-                    f"`{name}` was not put away within {SUSPEND_S:.0f} s",
-                    cause=f"still there: {left}",
+                    f"`{name}` was not suspended within {SUSPEND_S:.0f} s",
+                    cause=f"still running: {', '.join(active)}",
                     hint=f"heliostat status {name}",
                 )
             self._clock.sleep(2 * POLL_S)

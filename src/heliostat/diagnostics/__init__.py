@@ -1,1 +1,1 @@
-"""What is wrong with a host, a file or a cluster, and what its figures mean."""
+"""Checks of a host, a spec file or a cluster; sizing and performance advice."""

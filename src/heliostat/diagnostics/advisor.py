@@ -1,189 +1,66 @@
-"""What the live figures of a cluster mean for who runs something on it. Pure: figures in, advice out."""
+"""Rules that find why a workload is slow or blocked. Pure: figures in, advice out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from math import floor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from statistics import fmean
 
 from heliostat.common.units import count, format_bytes
+from heliostat.diagnostics.figures import (
+    Demand,
+    Figures,
+    Node,
+    count_measurements,
+    mean_cpu,
+    mean_gpu_use,
+    shape_key,
+)
 from heliostat.diagnostics.sizing import Shape, show
 
-GPU_BUSY = 80.0  # percent: below it, something else than the GPU sets the pace
+GPU_BUSY_PERCENT = 80.0  # below it, the GPU is not the bottleneck
 GPU_FULL = 0.9  # of its memory
-GPU_HOT = 85.0  # °C: about here the makers' own limits begin to slow it down
-CPU_BUSY = 90.0  # percent of all cores
-STORE_FULL = 0.8  # of the object store: here Ray begins to write objects to disk
+GPU_HOT_CELSIUS = 85.0  # about here GPUs reduce their clock
+CPU_BUSY_PERCENT = 90.0  # of all cores
+STORE_FULL = 0.8  # of the object store: from here on Ray spills objects to disk
 MEMORY_NEAR, MEMORY_LIMIT = 0.88, 0.95  # of the host's memory; above the limit Ray kills workers
 
 
 @dataclass(frozen=True)
-class Gpu:
-    name: str
-    use: float | None  # percent
-    memory: tuple[float, float] | None  # used, total, in MiB
-    temperature: float | None = None
-
-
-@dataclass(frozen=True)
-class Node:
-    """One node at one moment. `resources`: used and total, as Ray counts. `held`: what placement groups hold and nobody
-    uses. `at`: when the host was looked at."""
-
-    name: str
-    resources: Mapping[str, Sequence[float]]
-    held: Mapping[str, float] = field(default_factory=dict)
-    at: float | None = None
-    cpu: float | None = None
-    memory: tuple[float, float] | None = None  # used, total, in bytes
-    gpus: Sequence[Gpu] = ()
-
-    def used(self, what: str) -> float:
-        return self.resources.get(what, (0.0, 0.0))[0]
-
-    def total(self, what: str) -> float:
-        return self.resources.get(what, (0.0, 0.0))[1]
-
-    def taken(self, what: str) -> float:
-        return self.used(what) + self.held.get(what, 0.0)
-
-    def could_take(self, shape: Shape) -> bool:
-        """Were it empty."""
-        return all(value <= self.total(name) for name, value in shape.items())
-
-    def has_room(self, shape: Shape, *, held: bool = False) -> bool:
-        """Now. held: were that free, too, which placement groups hold for nobody."""
-        taken = self.used if held else self.taken
-        return all(value <= self.total(name) - taken(name) for name, value in shape.items())
-
-
-@dataclass(frozen=True)
-class Demand:
-    """Tasks and actors of one shape that wait for a place; `grouped` of them in a placement group's own."""
-
-    shape: Shape
-    count: int
-    grouped: int = 0
-
-
-@dataclass(frozen=True)
-class Reading:
-    """A cluster at one moment."""
-
-    nodes: Sequence[Node]
-    demands: Sequence[Demand] = ()
-
-
-@dataclass(frozen=True)
-class Actors:
-    """Those of one class, shape and job that live, and that wait for a place."""
-
-    name: str
-    shape: Shape
-    job: str
-    alive: int
-    waiting: int
-
-
-@dataclass(frozen=True)
-class Group:
-    """A placement group that waits. `infeasible`: Ray's own word; of PACK and SPREAD it never says it."""
-
-    bundles: Sequence[Shape]
-    infeasible: bool
-    job: str
-
-    def fits(self, nodes: Sequence[Node]) -> bool:
-        """False: these nodes could not hold it were they empty. True may be wrong for bundles of several shapes."""
-        if self.infeasible:
-            return False
-
-        def slots(node: Node, shape: Shape) -> int:
-            return min(
-                (floor(node.total(name) / value) for name, value in shape.items() if value),
-                default=len(self.bundles),
-            )
-
-        def as_large(shape: Shape) -> int:
-            return sum(all(b.get(name, 0.0) >= value for name, value in shape.items()) for b in self.bundles)
-
-        wanted: dict[str, float] = {}
-        for name, value in (item for bundle in self.bundles for item in bundle.items()):
-            wanted[name] = wanted.get(name, 0.0) + value
-        return all(
-            amount <= sum(node.total(name) for node in nodes) for name, amount in wanted.items()
-        ) and all(as_large(shape) <= sum(slots(node, shape) for node in nodes) for shape in self.bundles)
-
-
-@dataclass(frozen=True)
-class Figures:
-    """What was seen: several readings, oldest first, and at their end who runs what. `spilled`: node -> bytes, first and last."""
-
-    readings: Sequence[Reading]
-    actors: Sequence[Actors] = ()
-    groups: Sequence[Group] = ()
-    spilled: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    cluster: str = "NAME"
-    has_autoscaling: bool = False
-
-    @property
-    def last(self) -> Reading:
-        return self.readings[-1]
-
-    def taken(self, what: str) -> float:
-        return sum(node.taken(what) for node in self.last.nodes)
-
-    def total(self, what: str) -> float:
-        return sum(node.total(what) for node in self.last.nodes)
-
-    def lasting(self) -> list[Demand]:
-        """What waited at every reading: whatever comes and goes in between is a queue that moves."""
-        shapes = [{key(demand.shape) for demand in reading.demands} for reading in self.readings]
-        return [d for d in self.last.demands if all(key(d.shape) in seen for seen in shapes)]
-
-    def use_of(self, shape: Shape) -> str:
-        """How much of what a shape asks for is taken, and by whom."""
-        parts = [f"{self.taken(name):g} of {self.total(name):g} {name} taken" for name in shape]
-        holders = sorted(
-            (
-                (actors.alive * max((actors.shape.get(name, 0.0) for name in shape), default=0.0), actors)
-                for actors in self.actors
-            ),
-            key=lambda holder: -holder[0],
-        )
-        parts += [f"{a:g} by {who.alive} × `{who.name}` of job {who.job}" for a, who in holders[:2] if a]
-        return ", ".join(parts)
-
-
-@dataclass(frozen=True)
 class Advice:
-    """One thing. what: in a line; saw: the figures; means: for the run; do: what to change or to type."""
+    """One finding in a line, its evidence in figures, its effect on the workload, and a remedy."""
 
     kind: str
-    what: str
-    describe: str
-    means: str
-    do: str
+    finding: str
+    evidence: str
+    effect: str
+    remedy: str
 
     def fields(self) -> dict[str, str]:
-        return asdict(self)
+        """The keys of `heliostat advise --json`."""
+        return {
+            "kind": self.kind,
+            "what": self.finding,
+            "saw": self.evidence,
+            "means": self.effect,
+            "do": self.remedy,
+        }
 
 
 def advise(figures: Figures) -> list[Advice]:
-    """The worst first: what can never go on, what waits, what is near its end, what is slow."""
+    """The findings, worst first: demands that can never run, that wait, nearly full resources, slow ones."""
     return [advice for rule in RULES for advice in rule(figures)]
 
 
-def summary(figures: Figures) -> str:
-    """How much is in use, in one line."""
+def summarize(figures: Figures) -> str:
+    """The use of CPUs, GPUs and object store in one line."""
     parts = [
-        f"{figures.taken(name):g}/{figures.total(name):g} {name}s asked for"
+        f"{figures.taken(name):g}/{figures.total(name):g} {name}s requested"
         for name in ("CPU", "GPU")
         if figures.total(name)
     ]
     uses = [use for node in figures.last.nodes if (use := mean_cpu(figures, node.name)) is not None]
-    gpus = [use for _, _, use in gpu_use(figures)]
+    gpus = [use for _, _, use in mean_gpu_use(figures)]
     parts += [f"CPUs {fmean(uses):.0f} % busy"] if uses else []
     parts += [f"GPUs {fmean(gpus):.0f} % busy"] if gpus else []
     store = "object_store_memory"
@@ -194,165 +71,169 @@ def summary(figures: Figures) -> str:
 # -- demands
 
 
-def never(figures: Figures) -> Iterator[Advice]:
-    """Tasks and actors that no node could take, were it empty."""
-    nodes, told = figures.last.nodes, {key(demand.shape) for demand in figures.last.demands}
-    # where no autoscaler's status is to be had (KubeRay without one), actors are known all the same
-    untold = [Demand(a.shape, a.waiting) for a in figures.actors if a.waiting and key(a.shape) not in told]
-    for demand in [*figures.last.demands, *untold]:
-        if demand.grouped == demand.count or any(node.could_take(demand.shape) for node in nodes):
+def find_infeasible(figures: Figures) -> Iterator[Advice]:
+    """Tasks, actors and placement groups that do not fit even on empty nodes."""
+    nodes, reported = figures.last.nodes, {shape_key(demand.shape) for demand in figures.last.demands}
+    # without an autoscaler's status (KubeRay without autoscaling), pending actors are known from Ray's state API
+    unreported = [
+        Demand(a.shape, a.waiting) for a in figures.actors if a.waiting and shape_key(a.shape) not in reported
+    ]
+    for demand in [*figures.last.demands, *unreported]:
+        if demand.grouped == demand.count or any(node.fits_when_empty(demand.shape) for node in nodes):
             continue
         most = {name: max((node.total(name) for node in nodes), default=0.0) for name in demand.shape}
         lacking = [name for name, value in demand.shape.items() if value > most[name]]
-        what = lacking or list(demand.shape)  # each is somewhere, all together are nowhere
-        describe = ", ".join(
-            f"the most that one node has is {show({name: most[name]})}"
-            if most[name]
-            else f"no node has any {name}"
-            for name in what
+        # if none is lacking, no single node has all of them
+        evidence = ", ".join(
+            f"the largest node has {show({name: most[name]})}" if most[name] else f"no node has {name}"
+            for name in lacking or demand.shape
         )
         yield Advice(
             "infeasible",
-            f"{_number(demand)} {show(demand.shape)}, and no node{' that is here' if figures.has_autoscaling else ''} has that",
-            describe + ("" if lacking else ", not on the same node") + _who(figures, demand.shape),
-            _waits_for_ever(figures),
-            _ask_for_less(figures.cluster, demand.shape),
+            f"{_requests(demand)} {show(demand.shape)}, and no {'current ' if figures.elastic else ''}node has that",
+            evidence + ("" if lacking else ", not on the same node") + _requesters(figures, demand.shape),
+            _effect_of_infeasible(figures),
+            _suggest_less(figures.cluster, demand.shape),
         )
     for group in figures.groups:
         if not group.fits(nodes):
             yield Advice(
                 "infeasible",
-                f"a placement group of job {group.job} asks for {_bundles(group.bundles)}, which these nodes could not hold were they empty",
+                f"a placement group of job {group.job} requests {_bundles(group.bundles)}, which does not fit on these nodes even if empty",
                 f"{count(len(nodes), 'node')}: {_nodes(nodes)}",
-                _waits_for_ever(figures),
-                f"fewer or smaller bundles (heliostat plan train {figures.cluster} says what fits), or more nodes: "
+                _effect_of_infeasible(figures),
+                f"request fewer or smaller bundles (heliostat plan train {figures.cluster} prints what fits), or add nodes: "
                 f"heliostat scale {figures.cluster} N",
             )
 
 
-def starved(figures: Figures) -> Iterator[Advice]:
-    """What would fit, were others not there."""
-    fits = [d for d in figures.lasting() if any(n.could_take(d.shape) for n in figures.last.nodes)]
-    for demand in fits:
-        if stuck := _stuck(figures, demand):
-            yield stuck
+def find_starved(figures: Figures) -> Iterator[Advice]:
+    """Demands that would fit if other work did not use the resources."""
+    feasible = [
+        d for d in figures.lasting_demands() if any(n.fits_when_empty(d.shape) for n in figures.last.nodes)
+    ]
+    for demand in feasible:
+        if blocked := _find_blocked(figures, demand):
+            yield blocked
             continue
-        pools = [a for a in figures.actors if a.waiting and key(a.shape) == key(demand.shape)]
+        pools = [a for a in figures.actors if a.waiting and shape_key(a.shape) == shape_key(demand.shape)]
         for pool in pools:
             yield Advice(
                 "starved",
                 f"{pool.waiting} of {pool.alive + pool.waiting} `{pool.name}` of job {pool.job} wait for {show(pool.shape)}",
-                figures.use_of(pool.shape),
-                "the program waits for all of them, or goes on with fewer than it was told; other work must end first",
-                f"ask for {pool.alive} (num_env_runners, num_workers, …), let other work end (heliostat jobs {figures.cluster}), "
+                figures.describe_use(pool.shape),
+                "the program waits for all of them or continues with fewer; other work must end first",
+                f"request {pool.alive} (num_env_runners, num_workers, …), wait for other work (heliostat jobs {figures.cluster}), "
                 f"or add nodes: heliostat scale {figures.cluster} N",
             )
-        rest = demand.count - sum(pool.waiting for pool in pools)
-        if rest > 0:
+        tasks = demand.count - sum(pool.waiting for pool in pools)
+        if tasks > 0:
             yield Advice(
                 "waiting",
-                f"{count(rest, 'task')} {'waits' if rest == 1 else 'wait'} for {show(demand.shape)}",
-                figures.use_of(demand.shape),
-                "a queue is no fault: they run when others have ended",
-                f"more nodes would run more of them at once: heliostat scale {figures.cluster} N",
+                f"{count(tasks, 'task')} {'waits' if tasks == 1 else 'wait'} for {show(demand.shape)}",
+                figures.describe_use(demand.shape),
+                "none, if a queue is expected: they run when other tasks have ended",
+                f"to run more of them in parallel, add nodes: heliostat scale {figures.cluster} N",
             )
     for group in figures.groups:
         if group.fits(figures.last.nodes):
             yield Advice(
                 "starved",
                 f"a placement group of job {group.job} waits for {_bundles(group.bundles)}",
-                figures.use_of({name: 0.0 for bundle in group.bundles for name in bundle}),
-                "all of its bundles must be free at once; until then nothing that needs the group runs",
-                f"let other work end (heliostat jobs {figures.cluster}), ask for fewer workers, or add nodes: "
+                figures.describe_use({name: 0.0 for bundle in group.bundles for name in bundle}),
+                "all bundles must be free at the same time; until then nothing that needs the group runs",
+                f"wait for other work (heliostat jobs {figures.cluster}), request fewer workers, or add nodes: "
                 f"heliostat scale {figures.cluster} N",
             )
 
 
-def _stuck(figures: Figures, demand: Demand) -> Advice | None:
-    """What waits for no other work: for room that a placement group holds, or for something that is no room."""
-    nodes, asks = figures.last.nodes, f"{_number(demand)} {show(demand.shape)}"
+def _find_blocked(figures: Figures, demand: Demand) -> Advice | None:
+    """The finding for a demand that does not wait for other work: a placement group holds the resources, or they are free."""
+    nodes, requests = figures.last.nodes, f"{_requests(demand)} {show(demand.shape)}"
     held = {name: amount for name in demand.shape if (amount := sum(n.held.get(name, 0.0) for n in nodes))}
     if demand.grouped == demand.count:
-        room = all(value <= held.get(name, 0.0) for name, value in demand.shape.items())
+        fits_in_held = all(value <= held.get(name, 0.0) for name, value in demand.shape.items())
         return Advice(
-            "deadlock" if room else "waiting",
-            f"{asks} inside a placement group, and no bundle has that room",
-            f"idle in groups: {show(held)}",
-            "what runs in a group must fit into one of its bundles, beside what is there"
-            + ("" if room else "; if what is there waits for these, both wait for ever"),
-            "larger bundles (a CPU more for what is started from inside), or fewer tasks and actors in each",
+            "deadlock" if fits_in_held else "waiting",
+            f"{requests} inside a placement group, and no bundle has that much free",
+            f"idle in placement groups: {show(held)}",
+            "a task or actor in a group must fit into one bundle, beside the others there"
+            + ("" if fits_in_held else "; if those wait for it, neither can continue"),
+            "use larger bundles (one more CPU for nested tasks), or fewer tasks and actors in each",
         )
-    rooms = [any(node.has_room(demand.shape) for node in reading.nodes) for reading in figures.readings]
-    if all(rooms):
+    fits = [any(node.fits_now(demand.shape) for node in reading.nodes) for reading in figures.readings]
+    if all(fits):
         return Advice(
             "stuck",
-            f"{asks}, and wait{'s' if demand.count == 1 else ''} though a node has it free",
-            figures.use_of(demand.shape),
-            "for one certain node (affinity, labels), or for an environment (pip, working_dir) that is being made",
-            f"is the node that is named alive? heliostat status {figures.cluster}; the runtime_env_setup logs: heliostat logs "
-            f"{figures.cluster} NODE",
+            f"{requests}, and wait{'s' if demand.count == 1 else ''} although a node has it free",
+            figures.describe_use(demand.shape),
+            "it waits for a specific node (affinity, labels), or for its runtime environment (pip, working_dir)",
+            f"check that the node is ready (heliostat status {figures.cluster}), and the runtime_env_setup logs (heliostat logs "
+            f"{figures.cluster} NODE)",
         )
-    if any(rooms):
+    if any(fits):
         return None  # the queue moves
-    if any(node.has_room(demand.shape, held=True) for node in nodes):
+    if any(node.fits_now(demand.shape, ignore_held=True) for node in nodes):
         return Advice(
             "deadlock",
-            f"{asks}, which placement groups hold and do not use",
+            f"{requests}, which placement groups hold and do not use",
             f"{show(held)} held and idle",
-            "where one program made the group and waits for this task or actor outside of it, it waits for itself",
-            "run it inside (PlacementGroupSchedulingStrategy, placement_group_capture_child_tasks=True), or leave a CPU out of the "
-            "group: one worker less",
+            "a program that created the group and waits for a task or actor outside of it waits forever",
+            "run the task inside the group (PlacementGroupSchedulingStrategy, placement_group_capture_child_tasks=True), or leave "
+            "a CPU out of the group (one worker less)",
         )
     return None
 
 
-# -- what is near its end
+# -- nearly full resources
 
 
-def memory(figures: Figures) -> Iterator[Advice]:
+def find_full_memory(figures: Figures) -> Iterator[Advice]:
     for node in figures.last.nodes:
         if node.memory and node.memory[0] >= MEMORY_NEAR * node.memory[1]:
             used, total = node.memory
             yield Advice(
                 "memory",
-                f"the memory of {node.name} is nearly used up",
+                f"the memory of {node.name} is nearly full",
                 f"{format_bytes(used)} of {format_bytes(total)}, {used / total:.0%}",
-                f"above {MEMORY_LIMIT:.0%} Ray kills workers of that node, the newest first, and starts them again",
-                "fewer workers a node (more CPUs for each), smaller batches and buffers, or nodes with more memory "
+                f"above {MEMORY_LIMIT:.0%} Ray kills workers of that node, newest first, and restarts them",
+                "use fewer workers per node (more CPUs for each), smaller batches and buffers, or nodes with more memory "
                 "(--memory-per-node)",
             )
 
 
-def store(figures: Figures) -> Iterator[Advice]:
-    """Objects on disk, or nearly. What was written long ago, by who has left, is nobody's trouble."""
+def find_full_store(figures: Figures) -> Iterator[Advice]:
+    """Object stores that spill to disk or are nearly full. Objects that earlier programs spilled are ignored."""
     for node in figures.last.nodes:
         before, spilled = figures.spilled.get(node.name, (0, 0))
         used, total = node.used("object_store_memory"), node.total("object_store_memory")
-        describe = f"{format_bytes(used)} of {format_bytes(total)} in the object store"
-        larger = (
-            "a larger store (up --object-store 20G); fewer objects at once: smaller blocks and batches, `del` what is not "
-            "needed any more"
+        evidence = f"{format_bytes(used)} of {format_bytes(total)} in the object store"
+        remedy = (
+            "use a larger object store (up --object-store 20G), or keep fewer objects: smaller blocks and batches, `del` unused "
+            "references"
         )
         if spilled > before or (spilled and used >= total / 2):
-            more = f", {format_bytes(spilled - before)} of it while we looked" if spilled > before else ""
+            growth = (
+                f", {format_bytes(spilled - before)} of it during the observation" if spilled > before else ""
+            )
             yield Advice(
                 "spilling",
-                f"the object store of {node.name} writes to disk",
-                f"{format_bytes(spilled)} written{more}; {describe}",
-                "what does not fit is written and read again: whatever uses these objects goes at the speed of the disk",
-                larger,
+                f"the object store of {node.name} spills to disk",
+                f"{format_bytes(spilled)} written{growth}; {evidence}",
+                "access to spilled objects is as slow as the disk",
+                remedy,
             )
         elif total and used >= STORE_FULL * total:
             yield Advice(
                 "store",
                 f"the object store of {node.name} is nearly full",
-                describe,
-                "Ray begins to write objects to disk",
-                larger,
+                evidence,
+                "Ray starts to spill objects to disk",
+                remedy,
             )
 
 
-def gpu_memory(figures: Figures) -> Iterator[Advice]:
+def find_full_gpu_memory(figures: Figures) -> Iterator[Advice]:
     for node in figures.last.nodes:
         for index, gpu in enumerate(node.gpus):
             if gpu.memory and gpu.memory[1] and gpu.memory[0] >= GPU_FULL * gpu.memory[1]:
@@ -361,159 +242,127 @@ def gpu_memory(figures: Figures) -> Iterator[Advice]:
                     "gpu-memory",
                     f"the memory of GPU {index} of {node.name} is nearly full",
                     f"{used} of {total} ({gpu.name})",
-                    "the next larger batch ends with `CUDA out of memory`",
-                    "smaller batches (minibatch_size, batch_size), fewer processes on one GPU (a larger num_gpus for each), or a smaller model "
-                    "(half precision, gradient checkpointing)",
+                    "a larger batch fails with `CUDA out of memory`",
+                    "use smaller batches (minibatch_size, batch_size), fewer processes per GPU (a larger num_gpus for each), or a "
+                    "smaller model (half precision, gradient checkpointing)",
                 )
 
 
-def gpu_hot(figures: Figures) -> Iterator[Advice]:
+def find_hot_gpus(figures: Figures) -> Iterator[Advice]:
     for node in figures.last.nodes:
         for index, gpu in enumerate(node.gpus):
-            if gpu.temperature is not None and gpu.temperature >= GPU_HOT:
+            if gpu.temperature is not None and gpu.temperature >= GPU_HOT_CELSIUS:
                 yield Advice(
                     "gpu-hot",
                     f"GPU {index} of {node.name} is hot",
                     f"{gpu.temperature:g} °C ({gpu.name})",
-                    "it slows itself down, and at its limit it switches off",
-                    f"look at the machine's cooling; heliostat exec {figures.cluster} --node {node.name} -- nvidia-smi -q -d TEMPERATURE,PERFORMANCE",
+                    "the GPU reduces its clock, and switches off at its limit",
+                    f"check the host's cooling; heliostat exec {figures.cluster} --node {node.name} -- nvidia-smi -q -d TEMPERATURE,PERFORMANCE",
                 )
 
 
-# -- what is slow
+# -- idle resources
 
 
-def gpu_idle(figures: Figures) -> Iterator[Advice]:
-    """GPUs that nobody asks for while there is work, and GPUs that are asked for and wait."""
-    asked, total = figures.taken("GPU"), figures.total("GPU")
-    if total and not asked and figures.taken("CPU"):
+def find_idle_gpus(figures: Figures) -> Iterator[Advice]:
+    """GPUs that no task requests while CPUs are in use, and requested GPUs with a low utilization."""
+    total = figures.total("GPU")
+    if total and not figures.taken("GPU") and figures.taken("CPU"):
         yield Advice(
             "gpu-unused",
-            f"nobody asks for the {count(int(total), 'GPU')} of this cluster",
-            f"0 of {total:g} GPU taken, while {figures.use_of({'CPU': 0.0})}",
-            "Ray shows a GPU only to who asks for one: for all others there is none",
-            f"num_gpus=1 for a task or an actor, use_gpu=True for Train, num_gpus_per_learner=1 for RLlib: heliostat plan rllib {figures.cluster}",
+            f"no task or actor requests the {count(int(total), 'GPU')} of this cluster",
+            f"0 of {total:g} GPU taken, while {figures.describe_use({'CPU': 0.0})}",
+            "Ray hides GPUs from tasks and actors that do not request them",
+            f"set num_gpus=1 for a task or an actor, use_gpu=True for Train, num_gpus_per_learner=1 for RLlib: heliostat plan rllib {figures.cluster}",
         )
-    slow = [
-        (node, index, use) for node, index, use in gpu_use(figures) if use < GPU_BUSY and node.taken("GPU")
+    idle = [
+        (node, index, use)
+        for node, index, use in mean_gpu_use(figures)
+        if use < GPU_BUSY_PERCENT and node.taken("GPU")
     ]
-    if not slow:
+    if not idle:
         return
-    means, do = _why_slow(figures, {node.name for node, _, _ in slow})
-    few = ", ".join(f"{node.name} GPU {index} {use:.0f} %" for node, index, use in slow[:6])
+    effect, remedy = _explain_idle_gpus(figures, {node.name for node, _, _ in idle})
+    shown = ", ".join(f"{node.name} GPU {index} {use:.0f} %" for node, index, use in idle[:6])
     yield Advice(
         "gpu-idle",
-        f"{count(len(slow), 'GPU')} {'is' if len(slow) == 1 else 'are'} less than {GPU_BUSY:.0f} % busy",
-        few
-        + (f" and {len(slow) - 6} more" if len(slow) > 6 else "")
-        + f" (mean of {count(_looks(figures), 'reading')})",
-        means,
-        do,
+        f"{count(len(idle), 'GPU')} {'is' if len(idle) == 1 else 'are'} less than {GPU_BUSY_PERCENT:.0f} % busy",
+        shown
+        + (f" and {len(idle) - 6} more" if len(idle) > 6 else "")
+        + f" (mean of {count(count_measurements(figures), 'measurement')})",
+        effect,
+        remedy,
     )
 
 
-def _why_slow(figures: Figures, names: set[str]) -> tuple[str, str]:
-    """(what keeps the GPUs waiting, what to do about it)"""
+def _explain_idle_gpus(figures: Figures, names: set[str]) -> tuple[str, str]:
+    """(why the GPUs of these nodes wait, the remedy)"""
     plan = f"heliostat plan rllib {figures.cluster} --strategy rollouts"
     free = figures.total("CPU") - figures.taken("CPU")
-    busy = [use for name in names if (use := mean_cpu(figures, name)) is not None and use >= CPU_BUSY]
+    busy = [use for name in names if (use := mean_cpu(figures, name)) is not None and use >= CPU_BUSY_PERCENT]
     if busy:
         return (
-            f"the cores beside them are {fmean(busy):.0f} % busy: env runners or data loaders do not keep up",
-            f"more CPUs for a GPU: runners on other nodes, more nodes (heliostat scale {figures.cluster} N), fewer GPUs; {plan}",
+            f"the CPU cores of these nodes are {fmean(busy):.0f} % busy: env runners or data loaders are the bottleneck",
+            f"use more CPUs per GPU: runners on other nodes, more nodes (heliostat scale {figures.cluster} N), fewer GPUs; {plan}",
         )
     if free >= 1:
         return (
-            f"{free:g} of {figures.total('CPU'):g} CPUs are asked for by nobody: the GPUs wait for samples or data, or for the next small batch",
-            f"more env runners or data workers ({plan}), larger batches (train_batch_size_per_learner, minibatch_size)",
+            f"{free:g} of {figures.total('CPU'):g} CPUs are free: the GPUs wait for samples or data, or the batches are too small",
+            f"use more env runners or data workers ({plan}), or larger batches (train_batch_size_per_learner, minibatch_size)",
         )
     return (
-        "all CPUs are asked for, and their cores are not busy: what runs on them waits, or the batches are too small for such a GPU",
-        "larger batches, several environments a runner (num_envs_per_env_runner), or more work on one GPU (num_gpus_per_learner=0.5, twice)",
+        "all CPUs are requested, but their cores are not busy: the tasks on them wait, or the batches are too small for the GPU",
+        "use larger batches, several environments per runner (num_envs_per_env_runner), or share the GPU (num_gpus_per_learner=0.5, twice)",
     )
 
 
-def uneven(figures: Figures) -> Iterator[Advice]:
-    """Some nodes are full and busy, others have nothing to do."""
+def find_uneven_load(figures: Figures) -> Iterator[Advice]:
+    """Nodes that are fully used while others are idle."""
     nodes = [node for node in figures.last.nodes if node.total("CPU")]
     idle = [node for node in nodes if not node.taken("CPU") and not node.taken("GPU")]
     full = [
         node
         for node in nodes
-        if node.taken("CPU") >= node.total("CPU") and (mean_cpu(figures, node.name) or 0.0) >= CPU_BUSY
+        if node.taken("CPU") >= node.total("CPU")
+        and (mean_cpu(figures, node.name) or 0.0) >= CPU_BUSY_PERCENT
     ]
     if idle and full:
         yield Advice(
             "uneven",
-            f"{_names(idle)} {'has' if len(idle) == 1 else 'have'} nothing to do while {_names(full)} {'is' if len(full) == 1 else 'are'} full",
+            f"{_names(idle)} {'is' if len(idle) == 1 else 'are'} idle while {_names(full)} {'is' if len(full) == 1 else 'are'} full",
             f"{_nodes(full)}; idle: {_nodes(idle)}",
-            "what runs was packed (PACK, Ray's default), and its threads share cores that are all taken",
-            'placement_strategy="SPREAD" (Train), scheduling_strategy="SPREAD" (tasks, actors), more workers; or give the idle nodes back: '
-            f"heliostat scale {figures.cluster} {max(0, len(figures.last.nodes) - 1 - len(idle))}",
+            "Ray packs tasks onto few nodes by default (PACK), and their threads share the cores there",
+            'use placement_strategy="SPREAD" (Train), scheduling_strategy="SPREAD" (tasks, actors) or more workers; or release the idle '
+            f"nodes: heliostat scale {figures.cluster} {max(0, len(figures.last.nodes) - 1 - len(idle))}",
         )
 
 
 RULES: Sequence[Callable[[Figures], Iterable[Advice]]] = (
-    never,
-    starved,
-    memory,
-    store,
-    gpu_memory,
-    gpu_hot,
-    gpu_idle,
-    uneven,
+    find_infeasible,
+    find_starved,
+    find_full_memory,
+    find_full_store,
+    find_full_gpu_memory,
+    find_hot_gpus,
+    find_idle_gpus,
+    find_uneven_load,
 )
 
 
 # -- figures
 
 
-def key(shape: Shape) -> tuple[tuple[str, float], ...]:
-    return tuple(sorted((name, value) for name, value in shape.items() if value))
+# -- text
 
 
-def moments(figures: Figures, name: str) -> list[Node]:
-    """A node as its host was looked at, each look once: it looks less often than we ask."""
-    seen = {}
-    for reading in figures.readings:
-        for node in reading.nodes:
-            if node.name == name and node.at is not None:
-                seen[node.at] = node
-    return list(seen.values())
-
-
-def mean_cpu(figures: Figures, name: str) -> float | None:
-    uses = [node.cpu for node in moments(figures, name) if node.cpu is not None]
-    return fmean(uses) if uses else None
-
-
-def gpu_use(figures: Figures) -> list[tuple[Node, int, float]]:
-    """(node, index, mean use in percent) of every GPU that tells."""
-    found = []
-    for node in figures.last.nodes:
-        looks = moments(figures, node.name)
-        for index in range(len(node.gpus)):
-            uses = [u for look in looks if index < len(look.gpus) and (u := look.gpus[index].use) is not None]
-            if uses:
-                found.append((node, index, fmean(uses)))
-    return found
-
-
-def _looks(figures: Figures) -> int:
-    return max(len(moments(figures, node.name)) for node in figures.last.nodes)
-
-
-# -- words
-
-
-def _number(demand: Demand) -> str:
-    return f"{demand.count} {'task or actor asks' if demand.count == 1 else 'tasks or actors ask'} for"
+def _requests(demand: Demand) -> str:
+    return f"{demand.count} {'task or actor requests' if demand.count == 1 else 'tasks or actors request'}"
 
 
 def _bundles(bundles: Sequence[Shape]) -> str:
     shapes: dict[object, tuple[int, Shape]] = {}
     for bundle in bundles:
-        shapes[key(bundle)] = (shapes.get(key(bundle), (0, bundle))[0] + 1, bundle)
+        shapes[shape_key(bundle)] = (shapes.get(shape_key(bundle), (0, bundle))[0] + 1, bundle)
     return ", ".join(f"{number} × {show(shape)}" for number, shape in shapes.values())
 
 
@@ -533,19 +382,25 @@ def _nodes(nodes: Sequence[Node]) -> str:
     return ", ".join(shown) + (" …" if len(nodes) > 4 else "")
 
 
-def _who(figures: Figures, shape: Shape) -> str:
-    """`; `A` of lab-1 ask for it`, where it is actors that wait."""
-    names = [f"`{a.name}` of job {a.job}" for a in figures.actors if a.waiting and key(a.shape) == key(shape)]
-    return f"; it is {', '.join(names)}" if names else ""
+def _requesters(figures: Figures, shape: Shape) -> str:
+    """The waiting actors of this shape, e.g. "; requested by `A` of job lab-1"."""
+    names = [
+        f"`{a.name}` of job {a.job}"
+        for a in figures.actors
+        if a.waiting and shape_key(a.shape) == shape_key(shape)
+    ]
+    return f"; requested by {', '.join(names)}" if names else ""
 
 
-def _waits_for_ever(figures: Figures) -> str:
-    if figures.has_autoscaling:
-        return "Ray waits for a node that the cluster may grow by; where none of its kinds has that, it waits for ever"
-    return "Ray waits for a node that will not come: no error, the program hangs"
+def _effect_of_infeasible(figures: Figures) -> str:
+    if figures.elastic:
+        return "Ray waits until the autoscaler adds a node; if no node group has that, it waits forever"
+    return "Ray waits for such a node forever and reports no error: the program hangs"
 
 
-def _ask_for_less(cluster: str, shape: Shape) -> str:
+def _suggest_less(cluster: str, shape: Shape) -> str:
     options = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
-    words = ", ".join(options.get(name, f"resources={{{name!r}: …}}") for name in shape)
-    return f"ask for less ({words}), or add a node that has it: heliostat join {cluster}, or another cluster"
+    names = ", ".join(options.get(name, f"resources={{{name!r}: …}}") for name in shape)
+    return (
+        f"request less ({names}), add a node that has it (heliostat join {cluster}), or use another cluster"
+    )

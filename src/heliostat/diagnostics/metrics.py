@@ -1,4 +1,4 @@
-"""What Ray's head tells of a cluster in figures: what its nodes have, and, over a few seconds, how it goes."""
+"""Reads a cluster's resources from Ray's head, and its figures over several seconds."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 
 from heliostat.cluster.manager import ClusterManager
 from heliostat.diagnostics import sizing
-from heliostat.diagnostics.advisor import Actors, Demand, Figures, Gpu, Group, Node, Reading
+from heliostat.diagnostics.figures import Actors, Demand, Figures, Gpu, Group, Node, Reading
 from heliostat.remote.ray_client import RayApi
 
-EVERY_S = 2.5  # a host is looked at every five seconds
-STORES = 64  # whose objects on disk are asked for, one by one: those with the fullest stores
-WAIT = ("PENDING_CREATION", "DEPENDENCIES_UNREADY", "RESTARTING")
+READ_INTERVAL_S = 2.5  # Ray measures a host every five seconds
+MAX_SPILL_QUERIES = 64  # one query for each node; those with the fullest object stores first
+WAITING_STATES = ("PENDING_CREATION", "DEPENDENCIES_UNREADY", "RESTARTING")
 
 
-def machines(manager: ClusterManager, name: str) -> tuple[list[sizing.Node], list[str]]:
-    """(what Ray may use on each node, what to know besides)"""
+def read_capacity(manager: ClusterManager, name: str) -> tuple[list[sizing.Node], list[str]]:
+    """(the resources that Ray has on each node, notes for the user)"""
     view = manager.find(name)
     nodes = manager.ray_api(view).nodes()
     found = [
@@ -28,30 +28,28 @@ def machines(manager: ClusterManager, name: str) -> tuple[list[sizing.Node], lis
         for n in nodes
     ]
     notes = []
-    for what in ("CPU", "GPU"):
-        used, total = (sum(n["resources"].get(what, [0, 0])[i] for n in nodes) for i in (0, 1))
-        used += sum(n["held"].get(what, 0) for n in nodes)
+    for resource in ("CPU", "GPU"):
+        used, total = (sum(n["resources"].get(resource, [0, 0])[i] for n in nodes) for i in (0, 1))
+        used += sum(n["held"].get(resource, 0) for n in nodes)
         if used:
-            notes.append(
-                f"{used:g} of {total:g} {what}s are in use now: the plan is for the cluster without that"
-            )
-    if _elastic(view.record.spec):
-        notes.append("the cluster grows with demand: this is for the nodes that are here now")
+            notes.append(f"{used:g} of {total:g} {resource}s are in use now; the plan is for an idle cluster")
+    if _is_elastic(view.record.spec):
+        notes.append("the cluster has autoscaling; the plan is for the current nodes")
     return found, notes
 
 
 def collect(
-    manager: ClusterManager, name: str, seconds: float, tell: Callable[[str], None] = lambda text: None
+    manager: ClusterManager, name: str, seconds: float, report: Callable[[str], None] = lambda text: None
 ) -> Figures:
-    """Looks again and again for so long, twice at least."""
+    """Reads the cluster's figures repeatedly for this long, at least twice."""
     view = manager.find(name)
     api = manager.ray_api(view)
     end, readings, first = time.monotonic() + seconds, [_reading(api)], _spilled(api)
     while True:
         left = end - time.monotonic()
-        time.sleep(min(EVERY_S, max(0.1, left)))
+        time.sleep(min(READ_INTERVAL_S, max(0.1, left)))
         readings.append(_reading(api))
-        tell(f"looking at `{name}`, {len(readings)} readings")
+        report(f"observing `{name}`, {len(readings)} readings")
         if time.monotonic() >= end:
             break
     last = _spilled(api)
@@ -66,7 +64,7 @@ def collect(
         ],
         {node: (first.get(node, 0), spilled) for node, spilled in last.items()},
         cluster=name,
-        has_autoscaling=_elastic(view.record.spec),
+        elastic=_is_elastic(view.record.spec),
     )
 
 
@@ -99,13 +97,13 @@ def _node(node: dict[str, Any]) -> Node:
 
 
 def _spilled(api: RayApi) -> dict[str, int]:
-    """node -> bytes on disk, where there are any."""
+    """node -> spilled bytes, if any."""
 
     def fullness(node: dict[str, Any]) -> float:
         used, total = node["resources"].get("object_store_memory", (0.0, 0.0))
         return float(used / total) if total else 0.0
 
-    fullest = sorted(api.nodes(), key=fullness, reverse=True)[:STORES]
+    fullest = sorted(api.nodes(), key=fullness, reverse=True)[:MAX_SPILL_QUERIES]
     found = {str(node["name"]): api.spilled(node["id"]) for node in fullest}
     return {name: spilled for name, spilled in found.items() if spilled}
 
@@ -114,7 +112,9 @@ def _actors(api: RayApi, jobs: dict[str, str]) -> list[Actors]:
     kinds: Counter[tuple[str, tuple[tuple[str, float], ...], str, bool]] = Counter()
     for actor in api.actors():
         shape = tuple(sorted(actor["shape"].items()))
-        kinds[actor["class"], shape, jobs.get(actor["job"], actor["job"]), actor["state"] in WAIT] += 1
+        kinds[
+            actor["class"], shape, jobs.get(actor["job"], actor["job"]), actor["state"] in WAITING_STATES
+        ] += 1
     groups = dict.fromkeys((name, shape, job) for name, shape, job, _ in kinds)
     return [
         Actors(name, dict(shape), job, kinds[name, shape, job, False], kinds[name, shape, job, True])
@@ -122,8 +122,8 @@ def _actors(api: RayApi, jobs: dict[str, str]) -> list[Actors]:
     ]
 
 
-def _elastic(spec: dict[str, Any]) -> bool:
-    """As `ClusterSpec.elastic`, of the record's plain form."""
+def _is_elastic(spec: dict[str, Any]) -> bool:
+    """`ClusterSpec.elastic` for the spec of a record."""
     return bool(spec.get("autoscale")) or any(
         group.get("max") for group in (spec.get("groups") or {}).values()
     )

@@ -1,6 +1,6 @@
-"""How much of a cluster a program may ask for. Pure arithmetic over what each node has; nobody is asked.
+"""Computes how many workers a program can request on a cluster. Pure arithmetic over the nodes' resources.
 
-What fits is decided node by node, never by the sum: a bundle lies on one node, and a share of a GPU on one GPU.
+What fits is decided for each node, not for the sum: a bundle is on one node, and a fraction of a GPU on one GPU.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ Shape = Mapping[str, float]
 
 STRATEGIES = ("rollouts", "gpu", "balanced")
 PLACEMENTS = ("PACK", "SPREAD", "STRICT_SPREAD")
-LEARNER_SHARE = 0.25  # of a GPU: a small model, on a GPU that others may use too
+LEARNER_SHARE = 0.25  # of a GPU, for a small model on a shared GPU
 RUNNER_SHARES = (0.5, 0.25, 0.125)
-CPU_LEARNERS = 4  # more of them spend their time with averaging
-FEW, MANY = 2, 8  # runners a learner
+MAX_CPU_LEARNERS = 4  # with more, gradient averaging dominates
+FEW_RUNNERS, MANY_RUNNERS = 2, 8  # for each learner
 
 
 @dataclass(frozen=True)
 class Node:
-    """What Ray may use on one node."""
+    """The resources that Ray has on one node."""
 
     name: str
     cpus: float
@@ -45,8 +45,8 @@ class Node:
 
 @dataclass(frozen=True)
 class Sizing:
-    """What to ask for. `calls`: function -> its arguments, as `config.env_runners(**sizing.calls["env_runners"])`;
-    `why`: argument -> one line; `bundles`: what Ray is then asked for, each on one node; `notes`: what else to know."""
+    """Settings that fit a cluster. `calls`: function -> its arguments, as `config.env_runners(**sizing.calls["env_runners"])`;
+    `why`: argument -> its reason; `bundles`: the resource requests that follow, each on one node; `notes`: for the user."""
 
     strategy: str
     calls: Mapping[str, Mapping[str, Any]]
@@ -54,11 +54,11 @@ class Sizing:
     bundles: Sequence[Shape]
     notes: Sequence[str] = ()
 
-    def noting(self, notes: Sequence[str]) -> Sizing:
+    def with_notes(self, notes: Sequence[str]) -> Sizing:
         return replace(self, notes=[*self.notes, *notes])
 
     def text(self) -> str:
-        """The lines to paste, each with its reason."""
+        """The settings as Python code, each with its reason in a comment."""
         lines = []
         for name, arguments in self.calls.items():
             lines.append(f"{'' if name[0].isupper() else '.'}{name}(")
@@ -82,29 +82,35 @@ def show(shape: Shape) -> str:
 def rllib(nodes: Sequence[Node], strategy: str) -> Sizing:
     """Env runners and learners for RLlib's new API stack.
 
-    Under Tune the algorithm is an actor with one CPU, and all is one placement group; without Tune it is the driver, which takes
-    none, and its actors come one by one, the runners first. The answer fits in both cases: runners are one CPU each, so
-    that they fill any node; a learner with a GPU asks for no CPU, so that no runner can be in its way; and only GPUs of
-    one single node are shared with runners, for these could else take a piece of every GPU before a learner comes.
+    Under Tune the algorithm is an actor with one CPU, and everything is in one placement group. Without Tune it is the driver,
+    which takes no CPU, and Ray starts its actors one by one, runners first. The result fits both cases. A runner takes one CPU,
+    so that runners fill any node. A learner with a GPU requests no CPU, so that runners cannot block it. Runners share GPUs only
+    if one node has all GPUs; else they could take a fraction of every GPU before the learners start.
     """
     if strategy not in STRATEGIES:
-        raise UsageError(f"there is no strategy `{strategy}`", hint=f"one of {', '.join(STRATEGIES)}")
+        raise UsageError(f"unknown strategy `{strategy}`", hint=f"one of {', '.join(STRATEGIES)}")
     cores, devices = sum(node.cores for node in nodes), sum(node.devices for node in nodes)
     if cores < 1:
-        raise _nothing("RLlib's algorithm takes one CPU", nodes)
-    room = cores - 1
+        raise _no_capacity("RLlib's algorithm takes one CPU", nodes)
+    free_cores = cores - 1
     learners, gpus, cpus = (
-        (*_gpu_learners(strategy, devices, room), 0) if devices else (_cpu_learners(strategy, room), 0, 1)
+        (*_gpu_learners(strategy, devices, free_cores), 0)
+        if devices
+        else (_cpu_learners(strategy, free_cores), 0, 1)
     )
-    most = max(room - learners, min(room, 1))
-    wanted = {"rollouts": most, "gpu": FEW * max(1, learners), "balanced": MANY * max(1, learners)}[strategy]
-    runners = min(most, wanted)
-    share = _share(nodes, runners, devices - learners) if strategy == "balanced" else 0
+    max_runners = max(free_cores - learners, min(free_cores, 1))
+    wanted = {
+        "rollouts": max_runners,
+        "gpu": FEW_RUNNERS * max(1, learners),
+        "balanced": MANY_RUNNERS * max(1, learners),
+    }[strategy]
+    runners = min(max_runners, wanted)
+    share = _runner_gpu_share(nodes, runners, devices - learners) if strategy == "balanced" else 0
     notes = []
     if not devices:
-        notes.append("no node has a GPU: what learns, learns on CPUs")
+        notes.append("no node has a GPU: learners use CPUs")
     if not runners:
-        notes.append("there is no CPU for a runner: the algorithm's own process samples, too")
+        notes.append("no CPU is left for a runner: the algorithm's process samples too")
     return Sizing(
         strategy,
         {
@@ -121,10 +127,10 @@ def rllib(nodes: Sequence[Node], strategy: str) -> Sizing:
         },
         {
             "num_env_runners": _why_runners(runners, wanted, cores, learners, strategy),
-            "num_cpus_per_env_runner": "an environment steps on one core",
-            "num_gpus_per_env_runner": f"the {count(devices - learners, 'GPU')} that no learner has, shared"
+            "num_cpus_per_env_runner": "an environment uses one core",
+            "num_gpus_per_env_runner": f"runners share the {count(devices - learners, 'GPU')} without a learner"
             if share
-            else "runners on CPUs: each computes one small step at a time",
+            else "runners use CPUs: each computes one small step at a time",
             **_why_learners(strategy, learners, devices),
         },
         [
@@ -136,58 +142,58 @@ def rllib(nodes: Sequence[Node], strategy: str) -> Sizing:
     )
 
 
-def _gpu_learners(strategy: str, devices: int, room: int) -> tuple[int, float]:
-    """How many, and what each has of a GPU. They ask for no core, but there is one for each, and one for a runner."""
+def _gpu_learners(strategy: str, devices: int, free_cores: int) -> tuple[int, float]:
+    """(number of learners, GPUs of each). They request no core, but one core for each and one for a runner stay free."""
     if strategy == "rollouts":
         return 1, LEARNER_SHARE
     wanted = devices if strategy == "gpu" else devices // 2
-    return max(1, min(wanted, room - 1)), 1
+    return max(1, min(wanted, free_cores - 1)), 1
 
 
-def _cpu_learners(strategy: str, room: int) -> int:
-    """0: the algorithm's own process learns."""
-    a_learner_with_its_runners = 1 + (FEW if strategy == "gpu" else MANY)
-    least = 1 if strategy == "balanced" and room >= 3 else 0
-    found = max(least, min(CPU_LEARNERS, room // a_learner_with_its_runners))
-    return 0 if strategy == "rollouts" else found
+def _cpu_learners(strategy: str, free_cores: int) -> int:
+    """The number of learners without GPUs; 0: the algorithm's process learns."""
+    cores_per_learner = 1 + (FEW_RUNNERS if strategy == "gpu" else MANY_RUNNERS)
+    minimum = 1 if strategy == "balanced" and free_cores >= 3 else 0
+    learners = max(minimum, min(MAX_CPU_LEARNERS, free_cores // cores_per_learner))
+    return 0 if strategy == "rollouts" else learners
 
 
-def _share(nodes: Sequence[Node], runners: int, devices: int) -> float:
-    """What each of the runners may have of the GPUs that no learner has; 0: nothing."""
-    having = [node for node in nodes if node.devices]
-    if len(having) != 1 or not 0 < runners <= having[0].cores:
+def _runner_gpu_share(nodes: Sequence[Node], runners: int, devices: int) -> float:
+    """The fraction of a GPU for each runner; devices: GPUs without a learner. 0: runners use no GPU."""
+    gpu_nodes = [node for node in nodes if node.devices]
+    if len(gpu_nodes) != 1 or not 0 < runners <= gpu_nodes[0].cores:
         return 0
     return next((share for share in RUNNER_SHARES if runners <= devices / share), 0)
 
 
 def _why_runners(runners: int, wanted: int, cores: int, learners: int, strategy: str) -> str:
-    kept = "one for the algorithm" + (" and one for each learner" if learners else "")
+    reserved = "one for the algorithm" + (" and one for each learner" if learners else "")
     if runners < wanted or strategy == "rollouts":
-        return f"all of the {count(cores, 'CPU')}, but for {kept}"
-    return f"{FEW if strategy == 'gpu' else MANY} a learner, of {count(cores, 'CPU')}"
+        return f"all of the {count(cores, 'CPU')} except {reserved}"
+    return f"{FEW_RUNNERS if strategy == 'gpu' else MANY_RUNNERS} for each learner, of {count(cores, 'CPU')}"
 
 
 def _why_learners(strategy: str, learners: int, devices: int) -> dict[str, str]:
     if not devices:
-        few = "the algorithm's own process learns" if not learners else "each learns from its part of a batch"
+        reason = "the algorithm's process learns" if not learners else "each learns from its part of a batch"
         return {
-            "num_learners": few,
+            "num_learners": reason,
             "num_gpus_per_learner": "no node has a GPU",
-            "num_cpus_per_learner": "one core" + ("" if learners else ", the algorithm's own"),
+            "num_cpus_per_learner": "one core" + ("" if learners else ", that of the algorithm"),
         }
     number = {
-        "rollouts": "one is enough where sampling takes the time",
-        "gpu": f"every GPU learns: {count(devices, 'GPU')} on the nodes",
-        "balanced": f"half of the {count(devices, 'GPU')}, one at least",
+        "rollouts": "one is enough where sampling dominates",
+        "gpu": f"one for each GPU: {count(devices, 'GPU')} on the nodes",
+        "balanced": f"half of the {count(devices, 'GPU')}, at least one",
     }[strategy]
     if learners < (devices if strategy == "gpu" else devices // 2):
-        number = f"there are {count(devices, 'GPU')}, and CPUs for so many learners"
+        number = f"limited by the CPUs; the nodes have {count(devices, 'GPU')}"
     return {
         "num_learners": number,
-        "num_gpus_per_learner": "the rest of this GPU is free for other work"
+        "num_gpus_per_learner": "the remainder of this GPU is free for other work"
         if strategy == "rollouts"
-        else "a whole one",
-        "num_cpus_per_learner": "asks for none, so that no runner can be in its way; runners leave a core for it",
+        else "a whole GPU",
+        "num_cpus_per_learner": "none requested, so that runners cannot block it; the runners leave a core free",
     }
 
 
@@ -200,20 +206,20 @@ def train(
     gpus_per_worker: float | None = None,
     placement: str = "PACK",
 ) -> Sizing:
-    """As many workers as fit. Train's own controller takes no CPU."""
+    """As many workers as fit. Train's controller takes no CPU."""
     placement = placement.upper()
     if placement not in PLACEMENTS:
-        raise UsageError(f"there is no placement `{placement}`", hint=f"one of {', '.join(PLACEMENTS)}")
+        raise UsageError(f"unknown placement `{placement}`", hint=f"one of {', '.join(PLACEMENTS)}")
     devices = sum(node.devices for node in nodes)
     gpus = gpus_per_worker if gpus_per_worker is not None else (1.0 if devices else 0.0)
     _check_amounts(cpus_per_worker, gpus)
-    alone = placement == "STRICT_SPREAD"
-    cpus = cpus_per_worker if cpus_per_worker is not None else _cpus_for(nodes, gpus, alone)
-    slots = {node.name: _slots(node, cpus, gpus, alone) for node in nodes}
+    one_per_node = placement == "STRICT_SPREAD"
+    cpus = cpus_per_worker if cpus_per_worker is not None else _cpus_per_worker(nodes, gpus, one_per_node)
+    slots = {node.name: _count_slots(node, cpus, gpus, one_per_node) for node in nodes}
     workers = sum(slots.values())
-    asked = _bundle(cpus, gpus)
+    bundle = _bundle(cpus, gpus)
     if not workers:
-        raise _nothing(f"a worker asks for {show(asked)}", nodes)
+        raise _no_capacity(f"a worker requests {show(bundle)}", nodes)
     used = sum(slot > 0 for slot in slots.values())
     free = sum(node.cores for node in nodes) - workers * cpus
     return Sizing(
@@ -222,39 +228,39 @@ def train(
             "ScalingConfig": {
                 "num_workers": workers,
                 "use_gpu": gpus > 0,
-                "resources_per_worker": {key: int(v) if v == int(v) else v for key, v in asked.items()},
+                "resources_per_worker": {key: int(v) if v == int(v) else v for key, v in bundle.items()},
                 "placement_strategy": placement,
             }
         },
         {
             "num_workers": f"as many as fit, on {used} of {count(len(nodes), 'node')}"
-            + (", one on each" if alone else ""),
+            + (", one on each" if one_per_node else ""),
             "use_gpu": _why_gpu(gpus, gpus_per_worker, devices),
             "resources_per_worker": _why_cpus(cpus, cpus_per_worker),
             "placement_strategy": {
-                "PACK": "workers close together: the least traffic between nodes",
-                "SPREAD": "over all nodes, as far as it goes",
+                "PACK": "on few nodes: least traffic between nodes",
+                "SPREAD": "on all nodes where possible",
                 "STRICT_SPREAD": "never two on one node",
             }[placement],
         },
-        [asked] * workers,
+        [bundle] * workers,
         _train_notes(gpus, devices, free),
     )
 
 
-def _why_gpu(gpus: float, asked: float | None, devices: int) -> str:
-    if asked is not None:
-        return "as you said"
+def _why_gpu(gpus: float, given: float | None, devices: int) -> str:
+    if given is not None:
+        return "as requested"
     return f"{count(devices, 'GPU')} on the nodes" if gpus else "no node has a GPU"
 
 
-def _why_cpus(cpus: int, asked: int | None) -> str:
-    if asked is not None:
-        return "as you said"
+def _why_cpus(cpus: int, given: int | None) -> str:
+    if given is not None:
+        return "as requested"
     return (
-        "the node with the fewest CPUs for its workers has so many for each"
+        "limited by the node with the fewest CPUs per worker"
         if cpus
-        else "no CPU: a node has fewer of them than workers"
+        else "no CPU: a node has fewer CPUs than workers"
     )
 
 
@@ -264,29 +270,31 @@ def _check_amounts(cpus: int | None, gpus: float) -> None:
     if gpus > 1 and gpus != int(gpus):
         raise UsageError(
             f"a worker cannot have {gpus:g} GPUs",
-            cause="above one, Ray gives whole GPUs only",
+            cause="above one, Ray assigns whole GPUs only",
             hint=f"--gpus-per-worker {floor(gpus)}",
         )
 
 
-def _cpus_for(nodes: Sequence[Node], gpus: float, alone: bool) -> int:
-    """CPUs of a worker with which every node that can take one is used as far as its GPUs go, or as a whole."""
+def _cpus_per_worker(nodes: Sequence[Node], gpus: float, one_per_node: bool) -> int:
+    """The CPUs of a worker with which all GPUs are used or, without GPUs, all nodes."""
     if gpus:
-        each = [node.cores // slots for node in nodes if (slots := _slots(node, 0, gpus, alone))]
-        return min(each, default=0)
+        per_slot = [
+            node.cores // slots for node in nodes if (slots := _count_slots(node, 0, gpus, one_per_node))
+        ]
+        return min(per_slot, default=0)
     return min((node.cores for node in nodes if node.cores), default=1)
 
 
-def _slots(node: Node, cpus: int, gpus: float, alone: bool) -> int:
+def _count_slots(node: Node, cpus: int, gpus: float, one_per_node: bool) -> int:
     """How many workers fit on this node."""
-    found = [1] if alone else []
+    limits = [1] if one_per_node else []
     if cpus:
-        found.append(node.cores // cpus)
+        limits.append(node.cores // cpus)
     if gpus >= 1:
-        found.append(node.devices // int(gpus))
+        limits.append(node.devices // int(gpus))
     elif gpus > 0:
-        found.append(node.devices * floor(1 / gpus + 1e-9))
-    return min(found)
+        limits.append(node.devices * floor(1 / gpus + 1e-9))
+    return min(limits)
 
 
 def _train_notes(gpus: float, devices: int, free: int) -> list[str]:
@@ -294,9 +302,9 @@ def _train_notes(gpus: float, devices: int, free: int) -> list[str]:
     if devices and not gpus:
         notes.append(f"the {count(devices, 'GPU')} of the cluster stay unused")
     if 0 < gpus < 1:
-        notes.append("workers that share a GPU cannot talk over NCCL: TorchConfig(backend='gloo')")
+        notes.append("workers that share a GPU cannot use NCCL: set TorchConfig(backend='gloo')")
     left = f"{count(free, 'CPU')} left for Ray Data and others" if free else ""
-    notes.append(left or "no CPU is left for Ray Data: where you use it, --cpus-per-worker less")
+    notes.append(left or "no CPU is left for Ray Data: if you use it, lower --cpus-per-worker")
     return notes
 
 
@@ -304,11 +312,11 @@ def _bundle(cpus: float, gpus: float) -> dict[str, float]:
     return {name: float(value) for name, value in (("CPU", cpus), ("GPU", gpus)) if value}
 
 
-def _nothing(cause: str, nodes: Sequence[Node]) -> HeliostatError:
+def _no_capacity(cause: str, nodes: Sequence[Node]) -> HeliostatError:
     return HeliostatError(
         "nothing fits on this cluster",
         cause=cause,
         details="; ".join(map(str, nodes[:8])) + (" …" if len(nodes) > 8 else "") or "no node",
-        hint="ask for less, or add a larger node",
+        hint="request less, or add a larger node",
         code=Code.RAY_NO_CAPACITY,
     )

@@ -642,7 +642,11 @@ def test_whose_letter_is_it(
     monkeypatch.setenv("HELIOSTAT_HOME", str(tmp_path / "home"))
     (tmp_path / "there.yaml").write_text("name: x\non: pbs\n")
     assert isinstance(command.command, click.Command)
-    assert native.split(typed.split(), command.command) == (ours.split(), theirs.split(), words.split())
+    assert native.split_arguments(typed.split(), command.command) == (
+        ours.split(),
+        theirs.split(),
+        words.split(),
+    )
 
 
 # -- the other nodes

@@ -509,7 +509,11 @@ def test_a_directive_is_quoted_only_where_it_must_be(word: str, line: str) -> No
 )
 def test_whose_option_is_it(command: Any, typed: str, ours: str, theirs: str, words: str) -> None:
     assert isinstance(command.command, click.Command)
-    assert native.split(typed.split(), command.command) == (ours.split(), theirs.split(), words.split())
+    assert native.split_arguments(typed.split(), command.command) == (
+        ours.split(),
+        theirs.split(),
+        words.split(),
+    )
 
 
 def test_export_is_ours() -> None:

@@ -98,7 +98,7 @@ def test_a_file_for_slurm(home: Path) -> None:
     found = discover(machine, home, {})
     assert choose(found, None) == "slurm" and choose(found, "ssh") == "ssh"
     text = render_spec_file(found, "slurm", "x")
-    assert "# SLURM's default; others here: tiny, gpu" in text and "also found here: ssh, local" in text
+    assert "# Slurm's default; others here: tiny, gpu" in text and "also found here: ssh, local" in text
     spec = accepted(text, home)
     assert (spec.on, spec.nodes, spec.backend_tables["slurm"]) == ("slurm", 2, {"partition": "long"})
     assert "ssh" not in machine.asked, "no other machine is asked"

@@ -78,7 +78,7 @@ class Person:
         text = re.sub(r"crash-[-\d]+\.txt", "crash-TIME.txt", text)
         text = re.sub(r"\(the agent, [^)]*\)", "(the agent, SIZE)", text)
         text = re.sub(r"\b1[6-9]\d{8}\.\d+\b", "TIME", text)
-        text = re.sub(r"AGE +WHY", "AGE  WHY", re.sub(r"\b\d{3,}d( \d+[hms])? +", "AGE  ", text))
+        text = re.sub(r"AGE +REASON", "AGE  REASON", re.sub(r"\b\d{3,}d( \d+[hms])? +", "AGE  ", text))
         return text.replace(__version__, "VERSION").replace("\r", "<CR>")
 
     def shown(self, words: tuple[str, ...], said: Said) -> str:
@@ -156,7 +156,7 @@ def past(person: Person) -> None:
         }
         record = Record(name, f"{name}0123", "local", more.pop("kind", "up"), at, {"on": "local", "name": name}, nodes=nodes, **more)  # fmt: skip
         events = [
-            {"at": at, "kind": "note", "text": "asked for on local"},
+            {"at": at, "kind": "note", "text": "requested on local"},
             {
                 "at": at + 0.25,
                 "kind": "move",
@@ -237,7 +237,7 @@ def live(person: Person, dashboard: int = 1, state: str = "READY") -> ClusterDir
     person.known[f"_DASHBOARD_PORT={dashboard}\n"] = "_DASHBOARD_PORT=PORT\n"
     said = {n: {"state": state if n == "w1" else "READY", "reason": "no heartbeat from its agent" if state == "LOST" else "", "launch": 1,
                 "since": started + 9, "ip": "127.0.0.2", "host": "vm", "ports": {}} for n in nodes}  # fmt: skip
-    event = {"at": 1_700_000_000.0, "kind": "note", "text": "asked for on local"}
+    event = {"at": 1_700_000_000.0, "kind": "note", "text": "requested on local"}
     return person.store.create(
         record,
         {
@@ -344,7 +344,7 @@ def case(line: str, world: Callable[[Person], Any] = bare, **env: str) -> Case:
 CASES: dict[str, Case] = {
     # help, and not knowing what to type
     "help": case("--help"),
-    **{f"help-{verb}": case(f"{verb} --help") for verb in app.VERBS},
+    **{f"help-{verb}": case(f"{verb} --help") for verb in app.COMMANDS},
     "version": case("--version"),
     "nothing": case(""),
     "unknown-verb": case("stauts"),
@@ -738,15 +738,15 @@ def test_a_defect_of_ours_is_no_traceback(person: Person, monkeypatch: pytest.Mo
         and said.out == ""
         and person.plain(said.err).splitlines()
         == [
-            "error: heliostat itself failed",
+            "error: heliostat failed unexpectedly",
             "  cause: RuntimeError: it's broken in two lines",
             "  details: traceback: HOME/crash-TIME.txt",
-            "  hint: the same command with --debug",
+            "  hint: repeat the command with --debug",
         ]
     )
     assert "in break_it" in crash.read_text() and crash.stat().st_mode & 0o077 == 0
     assert "Traceback" in person.types("ls", "--debug").err
-    assert json.loads(person.types("ls", "--json").out)["error"]["message"] == "heliostat itself failed"
+    assert json.loads(person.types("ls", "--json").out)["error"]["message"] == "heliostat failed unexpectedly"
 
 
 def test_debug_shows_where_an_error_comes_from(person: Person, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -160,7 +160,7 @@ def test_what_is_for_another_program_is_exact(capsysbinary: pytest.CaptureFixtur
 
 def test_events_and_the_line_that_is_rewritten(capsys: pytest.CaptureFixture[str]) -> None:
     out = Output(["-v"])
-    out.live, out.began = True, -1e9
+    out.live, out.started_at = True, -1e9
     out.emit(Event("progress", f"waits for {ESC}\nand \r more"))
     out.emit(Event("move", "FAILED", "w1", {"reason": ESC, "names": f"w{ESC}"}))
     out.emit(Event("note", ESC))
@@ -173,7 +173,7 @@ import sys
 from heliostat.cli.output import Output
 from heliostat.common.errors import HeliostatError
 out = Output()
-out.say(f"is {out.state('ready')}, said \\x1b[32mgreen and \\0{'0' * 16}[31m")
+out.info(f"is {out.state('ready')}, said \\x1b[32mgreen and \\0{'0' * 16}[31m")
 out.error(HeliostatError("no \\x1b[31mred"))
 out.exact("export A='\\x1b[31m'")
 """

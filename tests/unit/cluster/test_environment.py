@@ -259,7 +259,7 @@ def test_what_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("wanted", "says"),
     [
         ({"venv": "v", "requirements": "none.txt"}, "could not read the requirements"),
-        ({"venv": "v", "requirements": "self.txt"}, "take themselves in"),
+        ({"venv": "v", "requirements": "self.txt"}, "include themselves"),
         ({"venv": "v", "wheels": "nowhere"}, "there are no wheels in `nowhere`"),
     ],
 )

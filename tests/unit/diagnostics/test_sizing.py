@@ -158,7 +158,7 @@ def test_the_three_strategies(nodes: list[Node], strategy: str, expected: tuple[
 def test_a_cluster_without_gpus_says_so() -> None:
     for strategy in STRATEGIES:
         plan = rllib([Node("head", 8)], strategy)
-        assert plan.notes == ["no node has a GPU: what learns, learns on CPUs"]
+        assert plan.notes == ["no node has a GPU: learners use CPUs"]
         assert "num_gpus_per_learner=0,  # no node has a GPU" in plan.text()
 
 
@@ -192,8 +192,8 @@ def test_the_lines_are_python() -> None:
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        (lambda: rllib(LAB, "fast"), "no strategy `fast`"),
-        (lambda: train(LAB, placement="NEAR"), "no placement `NEAR`"),
+        (lambda: rllib(LAB, "fast"), "unknown strategy `fast`"),
+        (lambda: train(LAB, placement="NEAR"), "unknown placement `NEAR`"),
         (lambda: train(LAB, 0, 0), "needs a CPU or a GPU"),
         (lambda: train(LAB, 1, 1.5), "cannot have 1.5 GPUs"),
     ],
@@ -207,7 +207,7 @@ def test_wrong_words(wrong: Callable[[], Sizing], words: str) -> None:
 def test_nothing_fits() -> None:
     with pytest.raises(HeliostatError, match="nothing fits") as caught:
         train(LAB, 48)
-    assert (caught.value.cause, caught.value.exit_code) == ("a worker asks for 48 CPU + 1 GPU", 1)
+    assert (caught.value.cause, caught.value.exit_code) == ("a worker requests 48 CPU + 1 GPU", 1)
     assert caught.value.details == "head: 16 CPU; w1: 32 CPU + 4 GPU; w2: 32 CPU + 4 GPU"
     with pytest.raises(HeliostatError, match="nothing fits"):
         rllib([], "gpu")

@@ -193,7 +193,7 @@ def test_env_of_a_cluster_without_tls_turns_off_what_the_shell_has(
 
 
 def answers(view: View) -> list[tuple[str, str]]:
-    check = doctor._tls(view.folder, "lab")
+    check = doctor._check_tls(view.folder, "lab")
     return [(check.verdict, check.found), ("hint", check.hint)]
 
 
@@ -215,7 +215,7 @@ def test_doctor_asks_for_openssl_where_it_is_needed(
     found = doctor.probe(ClusterManager(store), None)
     monkeypatch.setattr(doctor, "probe", lambda life, spec: {**found, "openssl": program})
     spec = ClusterSpec.model_validate(SECURE if secure else {})
-    checks = {check.name: check for check in doctor._machine(ClusterManager(store), spec)}
+    checks = {check.name: check for check in doctor._check_machine(ClusterManager(store), spec)}
     assert ("openssl" in checks) is secure
     if secure:
         assert checks["openssl"].verdict == ("ok" if program else "fail")

@@ -115,8 +115,8 @@ def test_every_end_keeps_the_limit(
 def test_doctor_says_how_much_is_used(
     store: Store, three: list[ClusterDirectory], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check = next(check for check in doctor._home(ClusterManager(store)) if check.name == "history")
-    assert check.verdict == "ok" and check.found.endswith(" of 1.0 GiB, 3 ended clusters")
+    check = next(check for check in doctor._check_home(ClusterManager(store)) if check.name == "history")
+    assert check.verdict == "ok" and check.found.endswith(" of 1.0 GiB, 3 terminated clusters")
     monkeypatch.setenv(retention.VARIABLE, "1K")
-    check = next(check for check in doctor._home(ClusterManager(store)) if check.name == "history")
+    check = next(check for check in doctor._check_home(ClusterManager(store)) if check.name == "history")
     assert (check.verdict, check.hint) == ("warn", "heliostat history --prune")
