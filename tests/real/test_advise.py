@@ -112,7 +112,7 @@ def tell(cluster: api.Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 def advised(
-    cluster: api.Cluster, kind: str, what: str, describe: str, first: Callable[[], object] = lambda: None
+    cluster: api.Cluster, kind: str, what: str, evidence: str, first: Callable[[], object] = lambda: None
 ) -> Advice:
     """The advice of this kind with these words in it. It comes when Ray has noticed: its figures follow one another.
 
@@ -127,7 +127,7 @@ def advised(
         )
         return next(found, None)
 
-    return until(look, f"{kind}: {what}: {describe}")
+    return until(look, f"{kind}: {what}: {evidence}")
 
 
 def test_a_quiet_cluster(cluster: api.Cluster) -> None:

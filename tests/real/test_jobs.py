@@ -148,7 +148,7 @@ def test_the_working_dir_travels_without_what_git_ignores(tmp_path: Path) -> Non
     files = sorted(["./.gitignore", "./helper.py", "./main.py", "./sub/.gitignore", "./sub/naïve.txt"])
     assert submit("python", "main.py", options=["--working-dir", str(folder)]) == f"{files} helped\n"
     said = heliostat("submit", NAME, "--working-dir", tmp_path / "nowhere", "--", "true", code=2)
-    assert "is not a folder" in said.stderr
+    assert "is not a directory" in said.stderr
 
 
 def test_the_callers_directory_is_the_jobs(tmp_path: Path) -> None:
