@@ -553,7 +553,7 @@ def dying(folder, record):
     save(folder, record)
     if stage == "after the id" and record.handles:
         os.kill(os.getpid(), signal.SIGKILL)
-ClusterFolder.save = dying
+ClusterDirectory.save = dying
 ClusterManager().up(loader.check({"name": "lab", "on": "kubernetes", "nodes": 2}, {}, backends.names()))
 """
 

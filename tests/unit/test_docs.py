@@ -17,7 +17,7 @@ import pytest
 from docs import made
 from docs.pages import ROOT, Block, blocks, pages, without_blocks
 from heliostat import backends
-from heliostat.cli.app import VERBS, cli
+from heliostat.cli.app import COMMANDS, cli
 from heliostat.cli.native import NATIVE_OPTIONS_KEY
 from heliostat.cli.output import Output
 from heliostat.common.errors import HeliostatError
@@ -132,7 +132,7 @@ def test_what_shows_the_program_is_what_it_prints(page: Path) -> None:
 
 def test_readme_lists_every_command() -> None:
     section = (ROOT / "README.md").read_text().partition("\n## Commands\n")[2].partition("\n## ")[0]
-    assert re.findall(r"^\| `(\w+)` \|", section, re.M) == list(VERBS)
+    assert re.findall(r"^\| `(\w+)` \|", section, re.M) == list(COMMANDS)
 
 
 def test_links_elsewhere_are_listed() -> None:

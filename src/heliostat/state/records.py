@@ -20,11 +20,11 @@ class NodeRecord:
     group: str | None = None
     state: NodeState = NodeState.REQUESTED
     reason: str = ""
-    cause: str = ""  # code of the reason: a StopReason or RefusalCause of agent/protocol.py
     since: float = 0.0
     handle: str | None = None  # native id of its allocation or process
     launch: int = 0  # number of the launch that started it; reports of earlier launches are ignored
     joined: str | None = None  # id of the `join` that added it; its end is not a failure
+    cause: str = ""  # code of the reason: a StopReason or RefusalCause of agent/protocol.py
 
 
 @dataclass

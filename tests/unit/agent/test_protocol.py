@@ -11,7 +11,7 @@ from heliostat.agent import protocol
 from heliostat.agent.protocol import RefusalCause, Refused, StopReason
 from heliostat.cluster.planner import agent_config
 from heliostat.config.spec import ClusterSpec
-from heliostat.state.store import ClusterFolder
+from heliostat.state.store import ClusterDirectory
 
 
 def keys_of(document: type) -> set[str]:
@@ -19,7 +19,7 @@ def keys_of(document: type) -> set[str]:
 
 
 def test_every_key_of_the_planner_is_declared(tmp_path: Path) -> None:
-    config = agent_config(ClusterFolder(tmp_path), ClusterSpec(name="lab"), "id", None)
+    config = agent_config(ClusterDirectory(tmp_path), ClusterSpec(name="lab"), "id", None)
     assert set(config) <= keys_of(protocol.AgentConfig)
     assert set(config["ports"]) <= keys_of(protocol.PortsConfig)
     assert set(config["idle"]) <= keys_of(protocol.IdleConfig)

@@ -78,6 +78,7 @@ class Person:
         text = re.sub(r"crash-[-\d]+\.txt", "crash-TIME.txt", text)
         text = re.sub(r"\(the agent, [^)]*\)", "(the agent, SIZE)", text)
         text = re.sub(r"\b1[6-9]\d{8}\.\d+\b", "TIME", text)
+        text = re.sub(r"(: ready)  \d+\.\d s", r"\1  SECONDS", text)
         text = re.sub(r"AGE +REASON", "AGE  REASON", re.sub(r"\b\d{3,}d( \d+[hms])? +", "AGE  ", text))
         return text.replace(__version__, "VERSION").replace("\r", "<CR>")
 

@@ -204,7 +204,7 @@ def test_doctor_looks_at_the_files(store: Store, make_record: Make) -> None:
     key.chmod(0o644)
     assert answers(view) == [("fail", "mode 644"), ("hint", f"chmod 600 {key}")]
     key.unlink()
-    assert answers(view) == [("fail", f"{key} is gone"), ("hint", "heliostat restart lab")]
+    assert answers(view) == [("fail", f"{key} does not exist"), ("hint", "heliostat restart lab")]
 
 
 @pytest.mark.parametrize("program", ["/usr/bin/openssl", None])
