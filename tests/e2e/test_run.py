@@ -38,7 +38,7 @@ def remembered(home: Path, name: str) -> dict[str, Any]:
     (row,) = [row for row in document("history")["history"] if row["name"] == name]
     (folder,) = (home / "history").glob(f"{name}-*")
     record = json.loads((folder / "record.json").read_text())
-    assert record["schema"] == 1 and {node["state"] for node in record["nodes"].values()} == {"GONE"}
+    assert record["schema"] == 2 and {node["state"] for node in record["nodes"].values()} == {"GONE"}
     assert [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     assert not (folder / "token").exists()
     assert heliostat("ls").stdout == "" and f"{name} " in heliostat("ls", "--all").stdout

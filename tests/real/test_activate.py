@@ -194,7 +194,7 @@ def test_canceled_while_it_starts(platform: Platform) -> None:
     wait_for("a job that runs", lambda: any(" RUNNING " in line for line in Lab.queue(platform.lab)))
     os.killpg(process.pid, signal.SIGINT)
     out = process.communicate(timeout=300)[0]
-    assert process.returncode == 130 and "clean-up of Start the cluster" in out, out
+    assert process.returncode == 130 and "clean-up of Start and monitor the cluster" in out, out
     found = json.loads(result.read_text())
     assert found["state"] == "canceled" and found["jobs"]["cluster"]["state"] == "canceled"
     assert found["jobs"]["cluster"]["steps"][-1]["state"] == "completed", out

@@ -36,7 +36,7 @@ place = os.path.join(home, "clusters", "lab")
 os.makedirs(os.path.join(place, "logs"), exist_ok=True)
 handle = {"native_id": "1.1", "nodes": ["head"], "detail": {"pid": 1, "start": "1", "mark": "x", "folder": place}}
 node = {"name": "head", "role": "head", "state": "READY", "handle": "1.1", "launch": 1}
-record = {"name": "lab", "id": "0" * 16, "site": "local", "kind": "up", "created": 1.0, "spec": {"on": "local"},
+record = {"name": "lab", "id": "0" * 16, "backend": "local", "kind": "up", "created": 1.0, "spec": {"on": "local"},
           "nodes": {"head": node}, "handles": [handle], "launches": 1}
 with open(os.path.join(place, "record.json"), "w") as stream:
     json.dump(record, stream)
