@@ -133,11 +133,7 @@ def rllib(nodes: Sequence[Node], strategy: str) -> Sizing:
             else "runners use CPUs: each computes one small step at a time",
             **_why_learners(strategy, learners, devices),
         },
-        [
-            {"CPU": 1.0},
-            *[_bundle(1, share)] * runners,
-            *[_bundle(cpus, gpus)] * learners,
-        ],
+        [{"CPU": 1.0}, *[_bundle(1, share)] * runners, *[_bundle(cpus, gpus)] * learners],
         notes,
     )
 
