@@ -119,5 +119,5 @@ def test_idle_time_is_no_matter_of_the_clock(tmp_path: Path, monkeypatch: pytest
     idle, real = IdleClock({"timeout_s": 600.0}, str(tmp_path / "keepalive")), time.time
     for seconds in (DAY, -DAY):
         monkeypatch.setattr(time, "time", lambda seconds=seconds: real() + seconds)
-        idle.note(False)
-        assert not idle.is_over() and 0 <= idle.seconds() < 600
+        idle.update(False)
+        assert not idle.is_expired() and 0 <= idle.seconds() < 600
