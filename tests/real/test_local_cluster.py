@@ -116,7 +116,7 @@ def pair(home: Path, no_leaks: None) -> Iterator[Pair]:
         yield Pair(home / "clusters" / NAME, said)
     finally:
         done = heliostat("down", NAME)
-    assert "is down" in done.stderr and not done.stdout
+    assert "is terminated" in done.stderr and not done.stdout
     assert not (home / "clusters" / NAME).exists()
 
 

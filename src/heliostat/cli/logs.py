@@ -120,7 +120,7 @@ def show(sink: Sink, manager: ClusterManager, folder: ClusterDirectory, source: 
                 sink.stream("out", chunk)
         except NotFoundError:
             raise NotFoundError(
-                f"`{record.name}` has no job or node `{source}`",
+                f"there is no job or node `{source}` on `{record.name}`",
                 cause=f"its nodes: {', '.join(record.nodes)}",
                 hint=f"heliostat jobs {record.name}",
                 code=Code.NOT_FOUND_JOB,
