@@ -331,7 +331,7 @@ def test_a_head_that_cannot_start(kube: Kube, home: Path) -> None:
 def test_a_group_that_cannot_start(kube: Kube, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kubernetes_states, "PULL_TIMEOUT_S", 1.0)
     bad = {"bad": {"nodes": 1, "options": {"image": "rayproject/missing:1"}}, "good": {"nodes": 1}}
-    with pytest.raises(PartialFailure, match="has 2 of the 3 nodes") as caught:
+    with pytest.raises(PartialFailure, match="has 2 of the 3 requested nodes") as caught:
         life(home).up(spec(groups=bad))
     assert "bad-1: " in caught.value.cause
     assert states(life(home).find("lab")) == {"head": "READY", "bad-1": "FAILED", "good-1": "READY"}

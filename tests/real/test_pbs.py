@@ -390,7 +390,7 @@ def test_an_agent_that_does_not_start(lab: PbsLab, words: list[str]) -> None:
     done = lab.heliostat("up", *words, "--name", "lab", "--nodes", "2")
     ok(lab.root("n2", "umount", place))
     said = four_lines(done.err)
-    assert done.rc == 3 and "has 1 of the 2 nodes" in said["error"], done.err
+    assert done.rc == 3 and "has 1 of the 2 requested nodes" in said["error"], done.err
     assert said["cause"].startswith("w1: ") and "No such file" in said["cause"], done.err
     ok(lab.heliostat("up", *words, "--name", "lab", "--nodes", "2"))
     assert status(lab)["state"] == "ready"

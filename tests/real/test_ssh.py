@@ -134,7 +134,7 @@ def test_machines_that_come_later(lab: Lab) -> None:
     ok(lab.heliostat("up", write(lab, hosts=["n1"])))
     assert "--host" in four_lines(lab.heliostat("join", "lab").err)["hint"]
     done = ok(lab.heliostat("join", "lab", "--host", f"{USER}@n2"))
-    assert "2 nodes now" in done.err
+    assert "which now has 2 nodes" in done.err
     assert "two hosts have the name `n2`" in lab.heliostat("join", "lab", "--host", "n2").err
     ok(lab.heliostat("up", write(lab, hosts=["n1", f"{USER}@n2", {"host": "n3", "labels": {"a": "b"}}])))
     assert status(lab) == {"state": "ready", **dict.fromkeys(("n1", "n2", "n3"), ("READY", ""))}
