@@ -75,7 +75,7 @@ def test_a_worker_machine_loses_power_while_it_starts(lab: Lab, words: list[str]
     gate.unlink()
     assert going.returncode == 3, f"{out}\n{err}"
     said = four_lines(err)
-    assert "has 2 of the 3 nodes" in said["error"] and "w2" in said["cause"], err
+    assert "has 2 of the 3 requested nodes" in said["error"] and "w2" in said["cause"], err
     seen = status(lab)
     assert seen["state"] == "partial" and seen["head"][0] == seen["w1"][0] == "READY"
     lab.boot("n3")
