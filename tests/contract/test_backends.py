@@ -441,7 +441,7 @@ def test_a_worker_before_it_is_ready(world: World, how: str, words: str) -> None
     assert (
         caught.value.exit_code == 3
         and words in caught.value.cause
-        and f"{nodes - 1} of the {nodes} nodes" in caught.value.message
+        and f"{nodes - 1} of the {nodes} requested nodes" in caught.value.message
     )
     view = world.life().find("lab")
     assert view.state is ClusterState.PARTIAL and states(view.record)["w1"] == "FAILED" and view.address
