@@ -106,7 +106,7 @@ def test_a_cluster_is_ended_while_it_is_launched(world: World, monkeypatch: pyte
 def test_what_can_no_longer_be_recorded_is_cancelled(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """`down` does not wait for ever for the launch, and does not know of the job that it submits."""
     monkeypatch.setattr(terminate, "LAUNCHER_S", 0.0)
-    monkeypatch.setattr(backends.load(world.site), "strays", lambda *_: [])
+    monkeypatch.setattr(backends.load(world.site), "find_orphans", lambda *_: [])
     gate = Gate(world, monkeypatch, 1, after=False)
     going = Started(lambda: world.life().up(world.spec(**GROUP)))
     try:
