@@ -235,7 +235,9 @@ def test_a_machine_that_is_down(lab: Lab) -> None:
     done = lab.heliostat("up", file)
     assert done.rc == 3, done.err
     said = four_lines(done.err)
-    assert "2 of the 3 requested nodes" in said["error"] and "n2: ssh: connect to host n2" in said["cause"], done.err
+    assert "2 of the 3 requested nodes" in said["error"] and "n2: ssh: connect to host n2" in said["cause"], (
+        done.err
+    )
     assert status(lab)["state"] == "partial"
     lab.boot("n2")
     wait_for("its sshd", lambda: lab.run("ssh", "n2", "true").rc == 0)

@@ -178,7 +178,8 @@ def test_all_ports_of_services_are_reserved(
     scan(kept)
     assert ports_of(kept) == {*one.ports[:2]}
     monkeypatch.setattr(guard, "DAEMONS", (os.path.basename(sys.executable),))
-    kept.scan([one.process.pid])  # not this process, which is a Python too and may have servers of other tests
+    # not this process, which is a Python too and may have servers of other tests
+    kept.scan([one.process.pid])
     assert ports_of(kept) == {*one.ports}
 
 
