@@ -26,8 +26,8 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import signal
 import socket
+import subprocess
 import sys
 from typing import Collection, Dict, Iterable, Iterator, List, NamedTuple, Optional, Set, Tuple
 
@@ -94,17 +94,13 @@ def refusal() -> str:
     if sys.platform != "linux":
         return ""
     with socket.socket() as one:
-        child = os.fork()
-        if not child:
-            while True:
-                signal.pause()
+        child = subprocess.Popen(["cat"], stdin=subprocess.PIPE, pass_fds=[one.fileno()])
         try:
-            duplicate(child, one.fileno()).close()
+            duplicate(child.pid, one.fileno()).close()
         except OSError as error:
             return error.strerror or str(error)
         finally:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
+            child.communicate()
     return ""
 
 

@@ -1,12 +1,14 @@
 """Runs `ray start` in Ray's own Python, and reports the ports of the node to the agent.
 
-The agent copies this file into the node's private directory. It imports Ray and the standard library only. It changes two
+The agent copies this file into the node's private directory. It imports Ray and the standard library only. It changes three
 things about `ray start`:
 
 - Nothing sends the token to the GCS port before the GCS process itself listens there. Between the start of that process
   and its `listen()`, another user of the host could listen on the port and receive the token.
 - Ray Client's server is not started unless it was requested: it sends the token to a loopback port that another user of
   the host can take first.
+- Ray Client's server runs without gRPC's support for fork(). With it, on a busy host, a process that the server forks for a
+  client can end before it starts its program, and the client waits until its timeout.
 
 `HELIOSTAT_RAY_REPORT` names a JSON file. It has the key `gcs` as soon as the GCS listens, and all ports once Ray's node
 table lists the node.
@@ -78,17 +80,27 @@ def write_report(path: str, report: Dict[str, Any]) -> None:
 
 
 def install(report_path: str, with_client: bool) -> None:
-    """Wraps the two functions of Ray that start the GCS and a node. Raises where this Ray does not have them."""
+    """Wraps the functions of Ray that start the GCS, Ray Client's server and a node. Raises where this Ray does not have them."""
     import ray._private.services as services
     from ray._private.node import Node
 
     report: Dict[str, Any] = {}
     start_gcs_server, start_node, start_head = services.start_gcs_server, Node.__init__, Node.start_gcs_server
+    start_client_server = services.start_ray_client_server
 
     def start_owned_gcs_server(*args: Any, **kwargs: Any) -> Any:
         info = start_gcs_server(*args, **kwargs)
         wait_until_owned(info.process, kwargs["gcs_server_port"])
         return info
+
+    def start_client_server_without_fork_support(*args: Any, **kwargs: Any) -> Any:
+        before = dict(os.environ)
+        os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+        try:
+            return start_client_server(*args, **kwargs)
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
 
     def start_gcs_and_report(node: Any) -> None:
         start_head(node)
@@ -107,6 +119,7 @@ def install(report_path: str, with_client: bool) -> None:
         write_report(report_path, report)
 
     services.start_gcs_server = start_owned_gcs_server
+    services.start_ray_client_server = start_client_server_without_fork_support
     Node.start_gcs_server = start_gcs_and_report
     Node.__init__ = start_node_and_report
 
