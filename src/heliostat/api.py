@@ -207,16 +207,13 @@ def up(
         raise UsageError(
             "`wait_timeout` is invalid", cause=f"`{wait_timeout}` is not a positive number of seconds"
         )
-    backend_names, flags = (
-        backends.names(),
-        {key: value for key, value in values.items() if value is not None},
-    )
+    flags = {key: value for key, value in values.items() if value is not None}
     if isinstance(file, ClusterSpec):  # validate again: the caller may have copied it without validation
         base = _to_file_keys(file)
-        spec = loader.load(backend_names, base=base, environ={}, flags=flags, nodes_of=backends.nodes_of).spec
+        spec = loader.load(backends, base=base, environ={}, flags=flags).spec
     else:
         path = Path(file) if file else None
-        spec = loader.load(backend_names, file=path, flags=flags, nodes_of=backends.nodes_of).spec
+        spec = loader.load(backends, file=path, flags=flags).spec
     view = manager.up(spec, wait_timeout_s=wait_timeout)
     return Cluster(view.record.name, manager, owned=not keep)
 

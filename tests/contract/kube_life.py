@@ -49,7 +49,7 @@ def kube(server: Kube, home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 
 def spec(**values: Any) -> ClusterSpec:
-    return loader.check({"name": "lab", "on": "kubernetes", **values}, {}, backends.names())
+    return loader.check({"name": "lab", "on": "kubernetes", **values}, {}, backends)
 
 
 def life(home: Path, told: list[str] | None = None) -> ClusterManager:

@@ -554,7 +554,7 @@ def dying(folder, record):
     if stage == "after the id" and record.handles:
         os.kill(os.getpid(), signal.SIGKILL)
 ClusterDirectory.save = dying
-ClusterManager().up(loader.check({"name": "lab", "on": "kubernetes", "nodes": 2}, {}, backends.names()))
+ClusterManager().up(loader.check({"name": "lab", "on": "kubernetes", "nodes": 2}, {}, backends))
 """
 
 

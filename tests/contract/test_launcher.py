@@ -110,7 +110,7 @@ def spec(account: Account, **more: Any) -> ClusterSpec:
         **more.pop("aws", {}),
     }
     values = {"on": "aws", "name": "lab", "nodes": 1, "cpus_per_node": 2, "aws": site, **more}
-    return loader.check(values, {}, backends.names())
+    return loader.check(values, {}, backends)
 
 
 class Site:
@@ -272,7 +272,7 @@ def test_stopped_and_not_terminated_is_said(account: Account, tmp_path: Path) ->
     ours = [account.instance(ray_cluster_name="team", ray_node_type="head")]
     values = {"on": "aws", "name": "team", "aws": {"launcher_yaml": theirs}}
     (tmp_path / "two").mkdir()
-    site = Site(loader.check(values, {}, backends.names()), tmp_path / "two")
+    site = Site(loader.check(values, {}, backends), tmp_path / "two")
     answer = site.ask("terminate")
     assert answer["ended"] == ours and "stopped, not terminated" in answer["stays"][0]
     assert account.alive() == ours, "it is stopped"
@@ -360,9 +360,7 @@ def test_google_takes_what_we_write(google: FakeGcp, tmp_path: Path, monkeypatch
         "gpu": {"nodes": 1, "gpus": 1, "options": {"instance": "n1-standard-8", "gpu": "nvidia-tesla-t4"}}
     }
     values = {"on": "gcp", "name": "lab", "groups": groups, "gcp": table}
-    _, plan = planner.plan(
-        ClusterDirectory(tmp_path), loader.check(values, {}, backends.names()), cluster_id=MARK
-    )
+    _, plan = planner.plan(ClusterDirectory(tmp_path), loader.check(values, {}, backends), cluster_id=MARK)
     request = json.loads(json.dumps(plan.steps[0].config))
     made = request["config"]
     made["file_mounts"] = {}

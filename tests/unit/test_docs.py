@@ -90,7 +90,7 @@ def test_files_are_taken(block: Block, tmp_path: Path) -> None:
         return
     path = tmp_path / "heliostat.yaml"
     path.write_text(block.text)
-    loader.load(backends.names(), file=path, nodes_of=backends.nodes_of)
+    loader.load(backends, file=path)
 
 
 @of("python")

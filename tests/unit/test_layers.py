@@ -154,7 +154,7 @@ def _imports_of_other_backends(package: Path, source: Source, item: Import) -> l
     other = item.module[2]
     path = package / "backends" / other
     is_backend = (path / "backend.py").is_file() or (
-        path.with_suffix(".py").is_file() and other not in ("base", "batch", "overrides")
+        path.with_suffix(".py").is_file() and other not in ("base", "batch", "detection", "overrides")
     )
     if is_backend and other != source.parts[1] and other != "cloud":
         return [source.finding(item.line, f"a backend imports the backend `{other}`")]

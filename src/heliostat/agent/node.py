@@ -241,9 +241,7 @@ class Node:
         found, wanted = await self.runtime.versions(), self.config.get("ray")
         version = found["ray"]
         if version is None:
-            over_ssh = self.config["address"].get("default") == "ssh"  # there `up` installs nothing
-            hint = ": `heliostat setup` installs it" if over_ssh and not self.config.get("container") else ""
-            raise Refused(self.runtime.missing_ray, "no Ray in %s%s" % (self.runtime.description, hint))
+            raise Refused(self.runtime.missing_ray, "no Ray in %s" % self.runtime.description)
         if wanted and version != wanted:
             reason = "Ray %s is installed, %s is asked for" % (version, wanted)
             raise Refused(RefusalCause.RAY_VERSION_DIFFERS, reason)

@@ -184,7 +184,7 @@ def address(interface: Optional[str], default: str, root: str = "/") -> str:
     """The IP address of this node.
 
     `interface` is the name of an interface, or a CIDR. Without it, `default` is "loopback"; or "route": the address of the
-    default route, else the first that is not loopback (IPv4 before IPv6), else loopback; or "ssh": the address of the
+    default route, else the first that is not loopback (IPv4 before IPv6), else loopback; or "connection": the address of the
     incoming ssh connection, else the only one. Raises ValueError with a list of all addresses if none matches.
     """
     # Ray replaces 127.0.0.1 by the outward address; it keeps 127.0.0.2, which only Linux has by default.
@@ -195,7 +195,7 @@ def address(interface: Optional[str], default: str, root: str = "/") -> str:
     pairs: List[Tuple[Facts, str]] = [(one, ip) for one in found if one["up"] for ip in one["addresses"]]
     pairs.sort(key=lambda pair: ":" in pair[1])
     outward = [(one["name"], ip) for one, ip in pairs if not one["loopback"]]
-    if interface is None and default == "ssh":
+    if interface is None and default == "connection":
         connected = (os.environ.get("SSH_CONNECTION", "").split() + [""] * 4)[2]
         known = [ip for _, ip in outward]
         if connected in known or len(known) == 1:

@@ -121,7 +121,7 @@ SIGNAL_TABLE = (
 
 class AddressConfig(TypedDict):
     interface: Optional[str]  # name of an interface, or a CIDR
-    default: str  # "loopback", "route" or "ssh"
+    default: str  # "loopback", "route" or "connection"
 
 
 class PortsConfig(TypedDict, total=False):

@@ -86,7 +86,6 @@ def install(report_path: str, with_client: bool) -> None:
 
     report: Dict[str, Any] = {}
     start_gcs_server, start_node, start_head = services.start_gcs_server, Node.__init__, Node.start_gcs_server
-    start_client_server = services.start_ray_client_server
 
     def start_owned_gcs_server(*args: Any, **kwargs: Any) -> Any:
         info = start_gcs_server(*args, **kwargs)
@@ -119,7 +118,9 @@ def install(report_path: str, with_client: bool) -> None:
         write_report(report_path, report)
 
     services.start_gcs_server = start_owned_gcs_server
-    services.start_ray_client_server = start_client_server_without_fork_support
+    if with_client:
+        start_client_server = services.start_ray_client_server
+        services.start_ray_client_server = start_client_server_without_fork_support
     Node.start_gcs_server = start_gcs_and_report
     Node.__init__ = start_node_and_report
 

@@ -12,7 +12,14 @@ from heliostat.common.errors import Code, UsageError
 if TYPE_CHECKING:
     from heliostat.backends.base import Backend
 
-_SHARED = {"base", "batch", "cloud", "overrides"}  # modules that several backends use
+_SHARED = {
+    "base",
+    "batch",
+    "cloud",
+    "detection",
+    "overrides",
+    "ssh_config",
+}  # modules that several backends use
 _CLOUDS = {"aws", "azure", "gcp"}  # modules of the package `cloud`
 
 
@@ -37,3 +44,8 @@ def load(name: str) -> Backend:
 def nodes_of(name: str, table: Mapping[str, Any]) -> int | None:
     """How many nodes this table of a backend's options requests; None: the table does not determine it."""
     return load(name).nodes_of(table) if name in names() else None
+
+
+def lists_hosts(name: str) -> bool:
+    """Whether the nodes of this backend are the spec's `hosts`."""
+    return name in names() and load(name).lists_hosts

@@ -18,8 +18,11 @@ from heliostat.common.limits import MAX_NODES
 from heliostat.state.states import NodeState
 
 if TYPE_CHECKING:
+    from heliostat.backends.detection import Detected
     from heliostat.config.members import Member
     from heliostat.config.spec import ClusterSpec
+    from heliostat.config.tables import Host
+    from heliostat.remote.ssh import Ssh
     from heliostat.remote.transport import Completed, Transport
     from heliostat.state.records import NodeRecord
 
@@ -186,6 +189,8 @@ class Backend(ABC):
     Options: ClassVar[type]  # frozen dataclass: the backend's table of the spec file
     starts_ray: ClassVar[bool] = True  # Heliostat's agent runs `ray start`; False: see `Platform`
     shares_files: ClassVar[bool] = True  # the head sees the caller's directories under the same paths
+    lists_hosts: ClassVar[bool] = False  # its nodes are the spec's `hosts`
+    is_this_host: ClassVar[bool] = False  # all nodes are on the caller's host
     autoscales: ClassVar[bool] = False  # the number of nodes can follow Ray's demand (`autoscale`)
     most_nodes: ClassVar[int] = MAX_NODES  # limit for one cluster
     takes_options: ClassVar[bool] = False  # a scheduler accepts its own options from the command line
@@ -193,6 +198,13 @@ class Backend(ABC):
     reserved_short_options: ClassVar[tuple[str, ...]] = ()  # the scheduler's options that Heliostat also has
     poll_interval: ClassVar[tuple[float, float]] = (0.5, 10.0)  # seconds: after a change, and at most
     questions: ClassVar[Mapping[str, Question]] = {}  # the checks of `doctor`, by name
+    detection_priority: ClassVar[int] = 0  # `init` prefers the backend with the highest
+    not_detected: ClassVar[str] = ""  # why `detect` found nothing
+    first_step: ClassVar[tuple[str, str]] = ("check Ray", "heliostat setup")  # after `init`: purpose, command
+
+    def detect(self, machine: Transport, home: Path, environ: Mapping[str, str]) -> Detected | None:
+        """What `init` finds of this backend on this machine, without a connection to another one. Default: nothing."""
+        return None
 
     def checks(self, spec: ClusterSpec | None, host: Transport) -> list[Check]:
         """Run the checks in `questions`. Never raises. Default: no checks."""
@@ -262,6 +274,18 @@ class Backend(ABC):
     def reach(self, handle: Handle, host: Transport) -> Transport:
         """A transport to the handle's host, for logs, `exec` and tunnels. Default: `host`."""
         return host
+
+    def remote_dir(self, handle: Handle) -> tuple[Ssh, Path] | None:
+        """The host of the handle's node, and the node's own directory there.
+
+        None (the default): the node uses the cluster's directory, or it was not started."""
+        return None
+
+    def environment_hosts(self, spec: ClusterSpec, options: Any) -> Sequence[tuple[Host, Transport, str]]:
+        """The hosts that each need an environment of their own, with a transport and the command of their Python.
+
+        Raises UsageError if the spec names none. Default: none, because the nodes share the files of one host."""
+        return ()
 
 
 class Platform(Backend):

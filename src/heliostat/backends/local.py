@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, cast
@@ -19,10 +20,12 @@ from heliostat.backends.base import (
     Plan,
     Step,
 )
+from heliostat.backends.detection import ENVIRONMENT, IDLE, Detected, output_of, spec_line
 from heliostat.common.errors import Code, HeliostatError, UsageError
 from heliostat.common.limits import MAX_LOCAL_NODES
 from heliostat.common.processes import process_start
 from heliostat.common.shell import wrap_in_shell
+from heliostat.common.units import count
 from heliostat.state.ownership import require_safe
 from heliostat.state.states import NodeState
 
@@ -42,20 +45,23 @@ class Options:
 class Local(Backend):
     name: ClassVar[str] = "local"
     Options: ClassVar[type] = Options
+    is_this_host: ClassVar[bool] = True
     most_nodes: ClassVar[int] = MAX_LOCAL_NODES
     poll_interval: ClassVar[tuple[float, float]] = (0.0, 0.0)  # a query only reads /proc
+
+    def detect(self, machine: Transport, home: Path, environ: Mapping[str, str]) -> Detected:
+        gpus = output_of(machine, ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]).splitlines()
+        lines = [spec_line("nodes: 1", "in all, the head included")]
+        if gpus:
+            lines.append(spec_line(f"gpus_per_node: {len(gpus)}", ", ".join(dict.fromkeys(gpus))))
+        cpus = count(os.cpu_count() or 1, "CPU")
+        return Detected(f"this computer, {cpus}, {count(len(gpus), 'GPU')}", (*lines, *ENVIRONMENT, IDLE))
 
     def plan(self, request: LaunchRequest) -> Plan:
         from heliostat.config.members import members
         from heliostat.remote.start_script import agent_script
 
         spec = request.spec
-        if (spec.hosts or spec.head.host) and "on" not in spec.model_fields_set:
-            raise UsageError(
-                "`hosts` has no meaning on `local`",
-                cause="all nodes are on this host, and the file does not set `on`",
-                hint="on: ssh",
-            )
         comment = (
             f"heliostat: one node of `{spec.cluster_name}` on this host; its config comes on standard input"
         )

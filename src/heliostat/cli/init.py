@@ -38,13 +38,9 @@ def command(out: Output, /, on: str | None, force: bool) -> None:
         raise DiskError(
             f"could not write `{path}`", cause=error.strerror or str(error), code=disk_code(error)
         ) from None
-    cluster = loader.load(backends.names(), file=path, environ={}).spec.cluster_name
-    first_steps = {
-        "ssh": ("install Ray on every host", "heliostat setup"),
-        "kubernetes": ("check your permissions", "heliostat doctor heliostat.yaml"),
-    }
+    cluster = loader.load(backends, file=path, environ={}).spec.cluster_name
     steps = [
-        first_steps.get(backend, ("check Ray", "heliostat setup")),
+        backends.load(backend).first_step,
         ("start a cluster", "heliostat up"),
         ("or run one script", "heliostat run script.py"),
     ]
@@ -54,12 +50,12 @@ def command(out: Output, /, on: str | None, force: bool) -> None:
                 "file": str(path),
                 "backend": backend,
                 "name": cluster,
-                "found": dict(found.backends),
+                "found": {name: detected.description for name, detected in found.items()},
                 "next": [line for _, line in steps],
             }
         )
-    for name, description in found.backends.items():
-        out.info(f"found {name}: {description}")
+    for name, detected in found.items():
+        out.info(f"found {name}: {detected.description}")
     out.info(f"wrote {loader.FILE} for `{backend}`; check it, then:")
     for purpose, line in steps:
         out.info(f"  {purpose + ':':<26} {line}")

@@ -172,13 +172,12 @@ def read_config(values: dict[str, Any], file: Path | None, *, base: dict[str, An
     def load(**extra: Any) -> Config:
         search_dir = None if base else Path.cwd()
         return loader.load(
-            backends.names(),
+            backends,
             file=file,
             flags={**flags, **extra},
             option_names=option_names,
             search_dir=search_dir,
             base=base,
-            nodes_of=backends.nodes_of,
         )
 
     found = load()

@@ -125,15 +125,18 @@ def _is_executable(name: str, path: str | None = None) -> bool:
 
 def check_command(argv: list[str], spec: ClusterSpec) -> None:
     """Raises UsageError if the command cannot exist on the head, before a cluster is started for it."""
+    from heliostat import backends
+
     name, environment = argv[0], spec.environment
     has_own_path = (
         environment.setup or environment.conda or environment.container or "PATH" in environment.env
     )
     if name in ("python", "python3") or has_own_path:
         return
-    if os.sep not in name and (spec.on != "local" or environment.venv) and not name.endswith(".py"):
+    is_remote = not backends.load(spec.on).is_this_host
+    if os.sep not in name and (is_remote or environment.venv) and not name.endswith(".py"):
         return  # the nodes have another PATH
-    if os.path.isabs(name) and spec.on != "local":
+    if os.path.isabs(name) and is_remote:
         return
     path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
     if _is_executable(name, path):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
-from heliostat.backends.base import Backend, Platform
+from heliostat.backends.base import Backend, Handle, Platform
 from heliostat.state.records import Record
 from heliostat.state.store import ClusterDirectory, Store
 
@@ -48,9 +48,9 @@ class Access:
         via = table.get("via")
         if not via:
             return None
-        from heliostat.remote.ssh import connect
+        from heliostat.remote.ssh import connect_to
 
-        return connect(("ssh", via))
+        return connect_to(via)
 
     def host_for(self, spec: ClusterSpec) -> Transport:
         """The host on which the commands of the spec's backend run."""
@@ -87,21 +87,22 @@ class Access:
         if record.remote_dir is None or self.is_collected(record) or self.is_archived(folder):
             return None
         from heliostat.remote.directory import STATE_FILES, RemoteDirectory
-        from heliostat.remote.ssh import connect
 
-        gateway, detail, key = self._gateway_of(record), None, record.id
-        if gateway is None:
-            handles = [h for h in record.handles if "ssh" in h["detail"] and "refused" not in h["detail"]]
-            head = next((h for h in handles if h["detail"]["role"] == "head"), None)
-            handle = next((h for h in handles if node in h["nodes"]), head)
-            if handle is None or head is None:
-                return None  # no agent was started yet
-            detail, gateway = handle["detail"], connect(handle["detail"]["ssh"])
-            key = record.id if handle is head else f"{record.id}-{node}"
-        if key not in self._mirrors:
-            remote_dir = Path(detail["folder"] if detail else record.remote_dir)
-            small = STATE_FILES if key == record.id else ()
-            self._mirrors[key] = RemoteDirectory(folder, gateway, remote_dir, detail, small)
+        gateway, key = self._gateway_of(record), record.id
+        if gateway is not None:
+            if key not in self._mirrors:
+                self._mirrors[key] = RemoteDirectory(folder, gateway, Path(record.remote_dir))
+            return self._mirrors[key]
+        backend = self.backend(record)
+        handles = {name: handle for handle in map(Handle.from_json, record.handles) for name in handle.nodes}
+        head = next((name for name, one in record.nodes.items() if one.role == "head"), None)
+        if head is None or head not in handles or backend.remote_dir(handles[head]) is None:
+            return None  # no agent was started yet
+        name = node if node in handles and backend.remote_dir(handles[node]) else head
+        key = record.id if name == head else f"{record.id}-{name}"
+        if key not in self._mirrors and (remote := backend.remote_dir(handles[name])):
+            small = STATE_FILES if name == head else ()
+            self._mirrors[key] = RemoteDirectory(folder, *remote, handles[name].detail, small)
         return self._mirrors[key]
 
     def open_mirror(self, record: Record) -> RemoteDirectory | None:

@@ -6,7 +6,6 @@ import json
 import secrets
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -79,7 +78,7 @@ class Creator:
         """Records a cluster of this name that runs on the spec's hosts and was started from another machine, or before the
         store of this machine was lost. None: there is none."""
         backend = self._access.registry.load(spec.on)
-        if backend.starts_ray and not spec.machines:
+        if backend.starts_ray and not spec.hosts:
             return None
         found = backend.find_orphans(None, spec, self._access.transport)
         if not found:
@@ -87,11 +86,10 @@ class Creator:
         head, name = found[0].detail, spec.cluster_name
         self._emit(Event("note", f"`{name}` runs on its hosts without a record on this machine: adopting it"))
         files = {}
-        if spec.security.auth == "token" and "ssh" in head:
-            from heliostat.remote.ssh import connect
-
+        if spec.security.auth == "token" and (remote := backend.remote_dir(found[0])):
+            host, directory = remote
             for secret in ("token", *(tls.FILES if spec.security.tls else ())):
-                files[secret] = connect(head["ssh"]).read(Path(head["folder"]) / secret)
+                files[secret] = host.read(directory / secret)
         folder = self.create(spec, None, head["id"], files)
         with folder.lock():
             record = folder.record()
@@ -107,7 +105,7 @@ class Creator:
 
     def record_hosts(self, folder: ClusterDirectory, spec: ClusterSpec) -> bool:
         """Adds the hosts of the spec that the record does not have. False: the spec differs in something else."""
-        if not spec.machines:
+        if not spec.hosts:
             return False
         with folder.lock():
             record = folder.record()

@@ -24,8 +24,7 @@ from heliostat.cluster.access import Access
 from heliostat.common.errors import HeliostatError, Interrupted, PartialFailure, UsageError
 from heliostat.common.events import Emit, Event
 from heliostat.common.shell import SAFE
-from heliostat.config.members import hosts
-from heliostat.config.spec import DEFAULT_RAY, LISTED_HOSTS_BACKEND
+from heliostat.config.spec import DEFAULT_RAY
 from heliostat.remote import staging
 from heliostat.remote.directory import pack as tar
 from heliostat.remote.start_script import BatchScript, agent_script
@@ -117,13 +116,17 @@ class EnvironmentInstaller:
     def targets(self, spec: ClusterSpec) -> list[Target]:
         """The hosts that need an environment: those that the spec lists, else the host from which the backend is
         reached, whose disks the nodes share. Raises UsageError for what cannot be done on them."""
-        if not self._access.registry.load(spec.on).starts_ray:
+        backend = self._access.registry.load(spec.on)
+        if not backend.starts_ray:
             raise UsageError(
                 f"there is nothing to set up on `{spec.on}`",
                 cause="its nodes have Ray; the spec's environment is installed when each node starts",
                 hint=f"heliostat doctor --on {spec.on}",
             )
-        found = _listed_targets(spec) if spec.on == LISTED_HOSTS_BACKEND else [self._shared_target(spec)]
+        found = [
+            Target(host.node, host.environment or spec.environment, transport, python)
+            for host, transport, python in backend.environment_hosts(spec, planner.backend_options(spec))
+        ] or [self._shared_target(spec)]
         for target in found:
             wanted = target.environment
             if wanted.requirements and not (wanted.venv or wanted.conda):
@@ -190,19 +193,6 @@ class EnvironmentInstaller:
                 hint=outcome.hint
                 or f"python3 -m venv {path} && {path}/bin/pip install 'ray[default]=={ray}'",
             )
-
-
-def _listed_targets(spec: ClusterSpec) -> list[Target]:
-    from heliostat.backends.ssh import ssh_command
-    from heliostat.remote.ssh import connect
-
-    if not spec.machines:
-        raise UsageError("there are no `hosts`", hint="hosts: [zinc, ann@copper] in the file")
-    python = planner.backend_options(spec).python
-    return [
-        Target(one.node, one.environment or spec.environment, connect(ssh_command(one)), python)
-        for one in hosts(spec)
-    ]
 
 
 def check(wanted: Environment) -> None:

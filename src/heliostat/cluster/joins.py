@@ -123,7 +123,7 @@ class Joins:
                 cause=f"`{record.backend}` creates its nodes",
                 hint=f"heliostat scale {name} N; heliostat submit {name} -- python script.py runs a script",
             )
-        if planner.spec_of(record).machines:
+        if planner.spec_of(record).hosts:
             raise UsageError(
                 f"no host is named to join `{name}`",
                 cause="its file lists its hosts",

@@ -244,7 +244,7 @@ def spec_json(spec: ClusterSpec) -> dict[str, Any]:
 
 
 def spec_of(record: Record) -> ClusterSpec:
-    return loader.check(record.spec, {}, backends.names())
+    return loader.check(record.spec, {}, backends)
 
 
 def members_of(record: Record) -> list[Member]:

@@ -33,7 +33,8 @@ HINTS: dict[str, str] = {
     RefusalCause.RAY_MISSING_IN_IMAGE: "build the image on docker://rayproject/ray, or install 'ray[default]' in it",
     RefusalCause.CONTAINER_PROGRAM_MISSING: "load it by --setup, for example 'module load apptainer'",
     RefusalCause.STAGE_DISK_FULL: "set TMPDIR to a larger disk by --setup, or leave out `environment.stage`",
-    RefusalCause.RAY_MISSING: "pip install 'ray[default]==2.60.0' in that environment",
+    RefusalCause.RAY_MISSING: "pip install 'ray[default]==2.60.0' in that environment; `heliostat setup` installs it in an "
+    "environment of the file",
     RefusalCause.RAY_VERSION_DIFFERS: "take `ray` out of the file's environment, or install that version",
     RefusalCause.RAY_TOO_OLD: "install Ray 2.52 or newer, or set `security: {auth: none}` in the file",
     RefusalCause.OPENSSL_MISSING: "install openssl on that host, or take `tls` out of the file",

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from heliostat import backends
 from heliostat.agent.protocol import StopReason
 from heliostat.backends.base import Handle
 from heliostat.cluster import planner
@@ -112,7 +113,7 @@ class Scaling:
         view = self._observer.find(name)
         view.require_running()
         old = planner.spec_of(view.record)
-        if not old.machines:
+        if not old.hosts:
             raise UsageError(
                 f"`{name}` takes no hosts",
                 cause=f"`{view.record.backend}` provides its nodes",
@@ -122,7 +123,7 @@ class Scaling:
         more = [{"host": host} for host in hosts]
         # listed hosts that are not in use stay at the end
         keys = {"hosts": [*listed[: old.nodes], *more, *listed[old.nodes :]], "nodes": old.nodes + len(more)}
-        spec = loader.check({**view.record.spec, **keys}, {}, self._access.registry.names())
+        spec = loader.check({**view.record.spec, **keys}, {}, backends)
         self._creator.record_hosts(view.folder, spec)
         self._launcher.launch_missing(view.folder)
         return self._waiter.wait(view.folder)

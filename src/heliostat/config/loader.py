@@ -6,10 +6,10 @@ import copy
 import difflib
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -18,7 +18,7 @@ from pydantic_core import ErrorDetails
 from heliostat.common.errors import Code, UsageError
 from heliostat.common.shell import CONNECTION_VARIABLES
 from heliostat.config import ray_yaml
-from heliostat.config.spec import ClusterSpec
+from heliostat.config.spec import DEFAULT_BACKEND, USES_HOSTS, ClusterSpec
 from heliostat.config.tables import PER_NODE_KEYS
 from heliostat.state.ownership import require_safe_file
 
@@ -44,8 +44,22 @@ class Config:
     origins: Mapping[str, str]
 
 
+class BackendCatalog(Protocol):
+    """What the loader needs to know about the backends. The package `heliostat.backends` is one."""
+
+    def names(self) -> list[str]: ...
+
+    def nodes_of(self, name: str, table: Mapping[str, Any]) -> int | None:
+        """The number of nodes that the backend's own table requests; None: the table does not determine it."""
+        ...
+
+    def lists_hosts(self, name: str) -> bool:
+        """Whether the nodes of this backend are the spec's `hosts`."""
+        ...
+
+
 def load(
-    backend_names: Iterable[str],
+    catalog: BackendCatalog,
     *,
     file: Path | None = None,
     environ: Mapping[str, str] = os.environ,
@@ -53,14 +67,12 @@ def load(
     option_names: Mapping[str, str] | None = None,
     search_dir: Path | None = None,
     base: Mapping[str, Any] | None = None,
-    nodes_of: Callable[[str, Mapping[str, Any]], int | None] = lambda backend, table: None,
 ) -> Config:
     """The spec of a cluster and the origins of its values.
 
-    backend_names: the backends whose tables the file may have. flags: dotted key -> value of an option; None: not given.
+    flags: dotted key -> value of an option; None: not given.
     option_names: dotted key -> its option, if that has another name. file None: `heliostat.yaml` in `search_dir`, if
-    there is one; it is rejected if another user can change it. base: the defaults. nodes_of: the number of nodes that a
-    backend's own table requests."""
+    there is one; it is rejected if another user can change it. base: the defaults."""
     values: dict[str, Any] = copy.deepcopy(dict(base or {}))
     origins: dict[str, str] = dict.fromkeys(values, OF_BASE)
     is_named = file is not None
@@ -74,26 +86,26 @@ def load(
             read = ray_yaml.convert(yaml.safe_load(data), file.name)
             where = dict.fromkeys(read, f"{file.name}, a file of Ray's cluster launcher")
         _merge(values, origins, read, where)
-    for key, value, origin in _environment(environ, backend_names := sorted(backend_names)):
+    for key, value, origin in _environment(environ, catalog.names()):
         _put(values, origins, key, value, origin)
     for key, value in (flags or {}).items():
         if value is not None:
             flag = (option_names or {}).get(key) or key.rpartition(".")[2]
             _put(values, origins, key, value, f"--{flag.replace('_', '-')}")
-    _count_nodes(values, origins, base or {}, nodes_of)
-    return Config(check(values, origins, backend_names), origins)
+    _count_nodes(values, origins, base or {}, catalog)
+    return Config(check(values, origins, catalog), origins)
 
 
 def _count_nodes(
     values: dict[str, Any],
     origins: dict[str, str],
     base: Mapping[str, Any],
-    nodes_of: Callable[[str, Mapping[str, Any]], int | None],
+    catalog: BackendCatalog,
 ) -> None:
     """Sets `nodes` from a scheduler's own options, unless these are the options of the running cluster that is joined."""
-    backend = str(values.get("on", "local"))
+    backend = str(values.get("on", DEFAULT_BACKEND))
     requested, of_base = (
-        nodes_of(backend, table) if isinstance(table := tables.get(backend), dict) else None
+        catalog.nodes_of(backend, table) if isinstance(table := tables.get(backend), dict) else None
         for tables in (values, base)
     )
     if requested is None or requested == of_base:
@@ -110,8 +122,12 @@ def _count_nodes(
             del values[key], origins[key]
 
 
-def check(values: Mapping[str, Any], origins: Mapping[str, str], backend_names: list[str]) -> ClusterSpec:
-    """The spec. Raises UsageError with the first invalid key, its origin, and valid values."""
+def check(values: Mapping[str, Any], origins: Mapping[str, str], catalog: BackendCatalog) -> ClusterSpec:
+    """The spec. Raises UsageError with the first invalid key, its origin, and valid values.
+
+    One file may serve several backends: `hosts` has no effect on a backend that does not use it."""
+    backend_names = catalog.names()
+    uses_hosts = catalog.lists_hosts(str(values.get("on", DEFAULT_BACKEND)))
     tables = {key: value for key, value in values.items() if key in backend_names}
     for backend, table in tables.items():
         if not isinstance(table, dict):
@@ -132,7 +148,9 @@ def check(values: Mapping[str, Any], origins: Mapping[str, str], backend_names: 
             code=Code.USAGE_UNKNOWN_KEY,
         )
     try:
-        spec = ClusterSpec.model_validate({**plain, "backend_tables": tables})
+        spec = ClusterSpec.model_validate(
+            {**plain, "backend_tables": tables}, context={USES_HOSTS: uses_hosts}
+        )
     except ValidationError as error:
         raise explain(
             error, origins, lambda path: _keys(ClusterSpec, path) + ([] if path else backend_names)
@@ -144,8 +162,14 @@ def check(values: Mapping[str, Any], origins: Mapping[str, str], backend_names: 
         raise UsageError(
             f"there is no backend `{spec.on}`",
             cause=f"backends: {', '.join(backend_names)}" + _where(origins, "on"),
-            hint=f"--on {(near or [backend for backend in backend_names if backend == 'local'] or backend_names)[0]}",
+            hint=f"--on {(near or [DEFAULT_BACKEND])[0]}",
             code=Code.USAGE_UNKNOWN_BACKEND,
+        )
+    if "on" not in values and not uses_hosts and (values.get("hosts") or spec.head.host):
+        raise UsageError(
+            f"`hosts` has no meaning on `{spec.on}`",
+            cause="all nodes are on this host, and the file does not set `on`",
+            hint="on: ssh",
         )
     return spec
 
@@ -277,7 +301,7 @@ def _where(origins: Mapping[str, str], key: str) -> str:
     return ""
 
 
-def _environment(environ: Mapping[str, str], backend_names: list[str]) -> Iterable[tuple[str, Any, str]]:
+def _environment(environ: Mapping[str, str], backend_names: list[str]) -> Iterator[tuple[str, Any, str]]:
     """(dotted key, value, origin) of each variable that is set. Raises UsageError for an unknown HELIOSTAT_ variable."""
     for name, key in _KNOWN_ENVIRONMENT.items():
         if environ.get(name):

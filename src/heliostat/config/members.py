@@ -72,15 +72,15 @@ def _make_kind(name: str | None, given: int, least: int | None, most: int | None
 def hosts(spec: ClusterSpec) -> list[Host]:
     """The listed hosts, the head's first: the one that `head` names, listed or not, otherwise the first."""
     wanted = spec.head.host
-    found = [host for host in spec.machines if wanted in (host.node, host.host)]
-    head = found[0] if found else Host(host=wanted) if wanted else spec.machines[0]
-    return [head, *(host for host in spec.machines if host is not head)]
+    found = [host for host in spec.hosts if wanted in (host.node, host.host)]
+    head = found[0] if found else Host(host=wanted) if wanted else spec.hosts[0]
+    return [head, *(host for host in spec.hosts if host is not head)]
 
 
 def head_member(spec: ClusterSpec) -> Member:
     head = spec.head
     idle = {} if head.work else {"cpus": 0, "gpus": 0}
-    host = hosts(spec)[0] if spec.machines else None
+    host = hosts(spec)[0] if spec.hosts else None
     return Member(
         name=host.node if host else "head",
         role="head",
@@ -97,7 +97,7 @@ def head_member(spec: ClusterSpec) -> Member:
 
 def worker_members(spec: ClusterSpec, count: int) -> list[Member]:
     """`count` workers without a group; with groups or hosts in the spec, the workers of those."""
-    if spec.machines:
+    if spec.hosts:
         return [
             Member(
                 name=host.node,
@@ -139,7 +139,7 @@ def _replicate(one: Member, count: int) -> list[Member]:
 
 def count_members(spec: ClusterSpec) -> int:
     """The length of `members(spec)`."""
-    if spec.machines or not spec.kinds:
+    if spec.hosts or not spec.kinds:
         return 1 + (spec.autoscale.min if spec.autoscale else spec.nodes - 1)
     return 1 + sum(_min_nodes(spec, group) for group in spec.kinds.values())
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import AliasChoices, Field, field_validator, model_validator
+from pydantic import AliasChoices, Field, ValidationInfo, field_validator, model_validator
 
 from heliostat.common.limits import MAX_NODES
 from heliostat.common.units import format_bytes
@@ -28,15 +28,16 @@ from heliostat.config.tables import (
     check_labels,
 )
 
+DEFAULT_BACKEND = "local"
+USES_HOSTS = "uses_hosts"  # key of the validation context: whether the backend's nodes are the `hosts` [True]
 DEFAULT_RAY = "2.60.0"  # the version that `setup` installs if the file names none
-LISTED_HOSTS_BACKEND = "ssh"  # the backend whose hosts the file lists
 
 
 class ClusterSpec(Model):
     """A cluster as requested. Sizes in bytes, times in seconds."""
 
     name: Name | None = Field(None, description="the cluster's name [default: the backend's name]")
-    on: str = Field("local", description="the backend")
+    on: str = Field(DEFAULT_BACKEND, description="the backend")
     nodes: Count = Field(1, ge=1, le=MAX_NODES, description="number of nodes, including the head")
     min_nodes: Count | None = Field(None, ge=1, description="start when this many nodes are ready")
     head: Head = Field(Head(), description="the head node; a string is its host")
@@ -99,8 +100,10 @@ class ClusterSpec(Model):
         return value
 
     @model_validator(mode="after")
-    def _check_sizes(self) -> ClusterSpec:
-        if self.machines:
+    def _check_sizes(self, info: ValidationInfo) -> ClusterSpec:
+        if not (info.context or {}).get(USES_HOSTS, True):
+            object.__setattr__(self, "hosts", ())
+        if self.hosts:
             names = [host.node for host in hosts(self)]
             duplicates = [name for name in names if names.count(name) > 1]
             if duplicates:
@@ -127,11 +130,6 @@ class ClusterSpec(Model):
         return self.name or self.on
 
     @property
-    def machines(self) -> tuple[Host, ...]:
-        """The listed hosts, on the backend that uses them. One file may serve several backends: others ignore them."""
-        return self.hosts if self.on == LISTED_HOSTS_BACKEND else ()
-
-    @property
     def has_autoscaling(self) -> bool:
         """True if the number of nodes of any kind changes with Ray's demand."""
         return self.autoscale is not None or any(group.max is not None for group in self.kinds.values())
@@ -139,4 +137,4 @@ class ClusterSpec(Model):
     @property
     def kinds(self) -> dict[str, Group]:
         """The groups, except on a backend with listed hosts."""
-        return {} if self.machines else self.groups
+        return {} if self.hosts else self.groups

@@ -165,7 +165,7 @@ def examine(manager: ClusterManager, spec: ClusterSpec | None, cluster: str | No
         return _run_checks(lambda: _check_cluster(manager, view.record.name))
     check_hosts = (
         (lambda: _check_hosts(manager, spec))
-        if spec and spec.machines
+        if spec and spec.hosts
         else (lambda: _check_machine(manager, spec))
     )
     starts_ray = spec is None or backends.load(spec.on).starts_ray

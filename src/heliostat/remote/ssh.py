@@ -78,6 +78,11 @@ def connect(argv: Sequence[str]) -> Ssh:
     return _hosts[key]
 
 
+def connect_to(target: str) -> Ssh:
+    """The host of this name, as `ssh` knows it (`user@login`)."""
+    return connect(("ssh", target))
+
+
 class Ssh:
     """A host over ssh; `target` and `options` are arguments of `ssh`."""
 

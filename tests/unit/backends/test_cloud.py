@@ -73,9 +73,7 @@ EVERYTHING: dict[str, dict[str, Any]] = {
 
 def spec(site: str, **more: Any) -> ClusterSpec:
     values = {"on": site, "name": "lab", "nodes": 3, site: SITES[site], **more}
-    return loader.check(
-        {key: value for key, value in values.items() if value is not None}, {}, backends.names()
-    )
+    return loader.check({key: value for key, value in values.items() if value is not None}, {}, backends)
 
 
 def planned(site: str, folder: Path = FOLDER, **more: Any) -> tuple[LaunchRequest, Plan]:
@@ -202,7 +200,7 @@ def test_the_examples_are_taken(site: str, tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "requirements.txt").touch()
     monkeypatch.chdir(tmp_path)
     file = Path(__file__).parents[3] / "examples" / f"{site}.yaml"
-    found = loader.load(backends.names(), file=file, environ={}).spec
+    found = loader.load(backends, file=file, environ={}).spec
     taken(planner.plan(ClusterDirectory(FOLDER), found)[1].steps[0].config["config"])
 
 
@@ -231,7 +229,7 @@ setup_commands: [source ~/venv/bin/activate]
 def load(tmp_path: Path) -> Callable[..., ClusterSpec]:
     def load(text: str, **flags: Any) -> ClusterSpec:
         (tmp_path / "cluster.yaml").write_text(text)
-        return loader.load(backends.names(), file=tmp_path / "cluster.yaml", environ={}, flags=flags).spec
+        return loader.load(backends, file=tmp_path / "cluster.yaml", environ={}, flags=flags).spec
 
     return load
 
@@ -260,7 +258,7 @@ def test_a_file_of_rays_is_used_as_it_is(load: Callable[..., ClusterSpec]) -> No
 
 def test_a_record_brings_such_a_file_back(load: Callable[..., ClusterSpec]) -> None:
     found = load(THEIRS)
-    again = loader.check(json.loads(json.dumps(planner.spec_json(found))), {}, backends.names())
+    again = loader.check(json.loads(json.dumps(planner.spec_json(found))), {}, backends)
     assert planner.spec_json(again) == planner.spec_json(found)
 
 

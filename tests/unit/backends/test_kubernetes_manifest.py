@@ -13,6 +13,7 @@ import jsonschema
 import pytest
 import yaml
 
+from heliostat import backends
 from heliostat.backends.kubernetes import manifest
 from heliostat.cluster import planner
 from heliostat.common.errors import UsageError
@@ -21,11 +22,9 @@ from heliostat.config.spec import ClusterSpec
 from heliostat.state.store import ClusterDirectory
 from standins.definitions import DEFINITIONS
 
-SITES = ["kubernetes"]
-
 
 def spec(**values: Any) -> ClusterSpec:
-    return loader.check({"name": "lab", "on": "kubernetes", **values}, {}, SITES)
+    return loader.check({"name": "lab", "on": "kubernetes", **values}, {}, backends)
 
 
 def rendered(run: bool = False, **values: Any) -> dict[str, Any]:
@@ -189,7 +188,7 @@ def test_what_the_document_shows_is_accepted(tmp_path: Path, monkeypatch: pytest
     for block in blocks:
         path = tmp_path / "heliostat.yaml"
         path.write_text(block if "\non: " in block else f"on: kubernetes\n{block}")
-        found = loader.load(SITES, file=path, environ={}).spec
+        found = loader.load(backends, file=path, environ={}).spec
         planner.plan(ClusterDirectory(tmp_path / "lab"), found)
 
 

@@ -64,7 +64,7 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
 def planned(nodes: int = 3, **more: Any) -> tuple[LaunchRequest, Plan]:
     said = {"on": "gridengine", "name": "lab", "gridengine": TABLE, **more}
     size = {} if "groups" in more else {"nodes": nodes}
-    spec = loader.check({**said, **size}, {}, backends.names())
+    spec = loader.check({**said, **size}, {}, backends)
     return planner.plan(ClusterDirectory(Path("/home/me/.heliostat/clusters/lab")), spec)
 
 

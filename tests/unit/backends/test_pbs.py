@@ -32,7 +32,6 @@ from unit.scheduler import Answer, Scheduler
 N = NodeState
 GOLDEN = Path(__file__).parents[1] / "golden"
 BACKEND = pbs.BACKEND
-SITES = ["local", "pbs"]
 GIB = 2**30
 
 # as OpenPBS 23.06.06 printed them
@@ -333,7 +332,7 @@ def planned(
     host: Any = None, **values: Any,
 ) -> tuple[LaunchRequest, Plan]:  # fmt: skip
     said = {"name": "lab", "on": "pbs", **({"nodes": nodes} if nodes else {}), **values}
-    spec = loader.load(SITES, flags=said, environ={}, nodes_of=backends.nodes_of).spec
+    spec = loader.load(backends, flags=said, environ={}).spec
     what = {"argv": ["true"], "text": "true", "cwd": "/"} if command else None
     if queues:
         told = (0, f"=== queues\n{queues}\n=== server\n{SERVER}\n", "")
@@ -397,7 +396,7 @@ def test_each_chunk_is_a_node_with_its_size() -> None:
 
 def test_a_node_that_comes_later_has_its_own_chunk() -> None:
     table = {"select": "1:ncpus=8+2:ncpus=4+1:ncpus=2"}
-    spec = loader.check({"name": "lab", "on": "pbs", "nodes": 6, "pbs": table}, {}, SITES)
+    spec = loader.check({"name": "lab", "on": "pbs", "nodes": 6, "pbs": table}, {}, backends)
     from heliostat.config.members import members
 
     def select(*numbers: int) -> str:
@@ -688,7 +687,7 @@ def test_one_command_a_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_who_joins_is_not_as_many_as_the_cluster() -> None:
     base = {"on": "pbs", "cpus_per_node": 2, "pbs": {"select": "4:ncpus=2"}}
-    load = {"backend_names": SITES, "environ": {}, "base": base, "nodes_of": backends.nodes_of}
+    load = {"catalog": backends, "environ": {}, "base": base}
     assert loader.load(**load).spec.nodes == 1
     mine = loader.load(**load, flags={"pbs.extra": ["-l", "select=2:ncpus=1"]}).spec
     assert (mine.nodes, mine.cpus_per_node) == (2, None), "and its size is its own"

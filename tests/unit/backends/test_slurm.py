@@ -14,6 +14,7 @@ from typing import Any
 import click
 import pytest
 
+from heliostat import backends
 from heliostat.backends import batch
 from heliostat.backends.base import Handle, LaunchRequest, Observation, Plan
 from heliostat.backends.slurm import backend as slurm
@@ -214,7 +215,7 @@ def test_a_controller_that_does_not_answer_is_no_survey() -> None:
 def planned(
     nodes: int = 1, *, command: bool = False, folder: str = "/home/me/.heliostat/clusters/lab", sinfo: str = "", **values: Any
 ) -> tuple[LaunchRequest, Plan]:  # fmt: skip
-    spec = loader.check({"name": "lab", "on": "slurm", "nodes": nodes, **values}, {}, ["local", "slurm"])
+    spec = loader.check({"name": "lab", "on": "slurm", "nodes": nodes, **values}, {}, backends)
     what = {"argv": ["true"], "text": "true", "cwd": "/"} if command else None
     host = Scheduler(sinfo=(0, sinfo, "")) if sinfo else None
     return planner.plan(ClusterDirectory(Path(folder)), spec, command=what, host=host)
@@ -310,7 +311,7 @@ def test_a_group_is_a_job_of_its_own_that_starts_after_the_heads() -> None:
         "cpu": {"nodes": 2, "cpus": 4},
         "big": {"gpus": 2, "options": {"partition": "gpu", "extra": ["-x", "n9"]}},
     }
-    spec = loader.check({"name": "lab", "on": "slurm", "groups": groups}, {}, ["local", "slurm"])
+    spec = loader.check({"name": "lab", "on": "slurm", "groups": groups}, {}, backends)
     _, plan = planner.plan(ClusterDirectory(Path("/f/lab")), spec)
     assert [step.nodes for step in plan.steps] == [("head",), ("cpu-1", "cpu-2"), ("big-1",)]
     assert [slurm.AFTER_HEAD in step.argv for step in plan.steps] == [False, True, True]
@@ -327,7 +328,7 @@ def test_a_group_is_a_job_of_its_own_that_starts_after_the_heads() -> None:
 
 def test_a_wrong_option_of_a_group_is_named() -> None:
     groups = {"big": {"options": {"partitoin": "gpu"}}}
-    spec = loader.check({"name": "lab", "on": "slurm", "groups": groups}, {}, ["local", "slurm"])
+    spec = loader.check({"name": "lab", "on": "slurm", "groups": groups}, {}, backends)
     with pytest.raises(UsageError, match="partitoin") as caught:
         planner.plan(ClusterDirectory(Path("/f/lab")), spec)
     assert "partition" in caught.value.hint

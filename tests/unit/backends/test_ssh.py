@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from heliostat.backends import ssh as over_ssh
 from heliostat.backends.base import Handle, LaunchRequest, Plan
-from heliostat.backends.ssh import BACKEND, ssh_command
+from heliostat.backends.ssh import backend as over_ssh
+from heliostat.backends.ssh.backend import BACKEND, ssh_command
 from heliostat.cluster import planner
 from heliostat.cluster.manager import ClusterManager
 from heliostat.common.errors import HeliostatError, UsageError
@@ -82,7 +82,7 @@ def test_what_each_agent_is_told() -> None:
     assert (zinc["node"], zinc["role"], zinc["mark"]) == ("zinc", "worker", "abc-zinc")
     assert (gold["id"], zinc["id"]) == ("abc", "abc")
     assert zinc["folder"] == f"{PLACE}/zinc" and zinc["token_path"] == f"{PLACE}/zinc/token"
-    assert gold["address"] == {"interface": "ib0", "default": "ssh"}
+    assert gold["address"] == {"interface": "ib0", "default": "connection"}
     assert gold["resources"] == {
         "cpus": 0, "leave_cpus": 0, "gpus": 0, "memory": None, "object_store": 1 << 30, "custom": {},
         "labels": {"kind": "big"},

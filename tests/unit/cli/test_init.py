@@ -10,8 +10,10 @@ import pytest
 import yaml
 
 from heliostat import backends
+from heliostat.backends.detection import Detected, yaml_string
+from heliostat.backends.ssh.config_file import ssh_hosts
 from heliostat.cluster import discovery, planner
-from heliostat.cluster.discovery import Found, choose, discover, render_spec_file, ssh_hosts
+from heliostat.cluster.discovery import choose, discover, render_spec_file
 from heliostat.common.errors import HeliostatError, UsageError
 from heliostat.config import loader
 from heliostat.config.spec import ClusterSpec
@@ -64,7 +66,7 @@ def accepted(text: str, folder: Path) -> ClusterSpec:
     """As `up --dry-run` takes it."""
     path = folder / "heliostat.yaml"
     path.write_text(text)
-    spec = loader.load(backends.names(), file=path, environ={}).spec
+    spec = loader.load(backends, file=path, environ={}).spec
     planner.plan(ClusterDirectory(folder / spec.cluster_name), spec, host=None)
     return spec
 
@@ -79,9 +81,9 @@ def test_hosts_of_the_configuration(home: Path) -> None:
 
 def test_a_file_for_hosts(home: Path) -> None:
     found = discover(Machine(), home, {})
-    assert list(found.backends) == ["ssh", "local"] and choose(found, None) == "ssh"
+    assert list(found) == ["ssh", "local"] and choose(found, None) == "ssh"
     spec = accepted(render_spec_file(found, "ssh", "My lab (2)"), home)
-    assert spec.cluster_name == "My-lab-2" and spec.environment.venv == "~/venvs/ray"
+    assert spec.cluster_name == "my-lab-2" and spec.environment.venv == "~/venvs/ray"
     assert [h.node for h in spec.hosts] == [
         "tin",
         "zinc",
@@ -111,7 +113,7 @@ def test_a_controller_that_does_not_answer(home: Path) -> None:
 
 def test_a_file_for_this_computer(tmp_path: Path) -> None:
     found = discover(Machine(**{"nvidia-smi": "NVIDIA A\nNVIDIA A\nNVIDIA B\n"}), tmp_path, {})
-    assert list(found.backends) == ["local"]
+    assert list(found) == ["local"]
     text = render_spec_file(found, "local", "é")
     assert "# NVIDIA A, NVIDIA B" in text
     spec = accepted(text, tmp_path)
@@ -123,9 +125,9 @@ def test_a_qstat_is_not_always_that_of_pbs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, is_pbs: bool
 ) -> None:
     found = discover(Machine(qsub="", qstat=said), tmp_path, {})
-    assert ("pbs" in found.backends) == (is_pbs and "pbs" in backends.names())
+    assert ("pbs" in found) == (is_pbs and "pbs" in backends.names())
     monkeypatch.setattr(discovery.backends, "names", lambda: ["local", "pbs"])
-    assert ("pbs" in discover(Machine(qsub="", qstat=said), tmp_path, {}).backends) == is_pbs
+    assert ("pbs" in discover(Machine(qsub="", qstat=said), tmp_path, {})) == is_pbs
 
 
 KUBE = """
@@ -146,8 +148,8 @@ def test_a_file_for_kubernetes(tmp_path: Path) -> None:
     kubeconfig(tmp_path / ".kube")
     machine = Machine()
     found = discover(machine, tmp_path, {})
-    assert list(found.backends) == ["kubernetes", "local"] and choose(found, None) == "kubernetes"
-    assert found.backends["kubernetes"] == "the context arn:aws:eks:eu-west-1:1:cluster/lab, namespace ml"
+    assert list(found) == ["kubernetes", "local"] and choose(found, None) == "kubernetes"
+    assert found["kubernetes"].description == "the context arn:aws:eks:eu-west-1:1:cluster/lab, namespace ml"
     text = render_spec_file(found, "kubernetes", "2. My Lab (É)")
     assert "others there: bare" in text and "idle" not in text
     spec = accepted(text, tmp_path)
@@ -176,10 +178,9 @@ def test_several_kubeconfigs(tmp_path: Path) -> None:
     )
     both = os.pathsep.join(["", str(tmp_path / "nothing"), first, second])
     found = discover(Machine(), tmp_path, {"KUBECONFIG": both})
-    assert (found.context, found.namespace, found.contexts) == ("b", "three", ("a", "b"))
-    assert "kubernetes" not in discover(Machine(), tmp_path, {"KUBECONFIG": first}).backends, (
-        "it has no such context"
-    )
+    assert found["kubernetes"].description == "the context b, namespace three"
+    assert "others there: a" in "\n".join(found["kubernetes"].lines)
+    assert "kubernetes" not in discover(Machine(), tmp_path, {"KUBECONFIG": first}), "it has no such context"
 
 
 @pytest.mark.parametrize(
@@ -191,7 +192,7 @@ def test_several_kubeconfigs(tmp_path: Path) -> None:
 )
 def test_a_kubeconfig_that_says_nothing(tmp_path: Path, text: str) -> None:
     found = discover(Machine(), tmp_path, {"KUBECONFIG": kubeconfig(tmp_path, text)})
-    assert list(found.backends) == ["local"]
+    assert list(found) == ["local"]
     with pytest.raises(UsageError, match="nothing of `kubernetes` is found here") as caught:
         choose(found, "kubernetes")
     assert "KUBECONFIG" in caught.value.cause
@@ -199,18 +200,18 @@ def test_a_kubeconfig_that_says_nothing(tmp_path: Path, text: str) -> None:
 
 def test_a_kubeconfig_that_is_no_file(tmp_path: Path) -> None:
     for path in (str(tmp_path), str(tmp_path / "nothing"), "~nobody-of-this-name/x"):
-        assert "kubernetes" not in discover(Machine(), tmp_path, {"KUBECONFIG": path}).backends
+        assert "kubernetes" not in discover(Machine(), tmp_path, {"KUBECONFIG": path})
 
 
 def test_a_kubeconfig_counts_where_there_is_a_backend(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(discovery.backends, "names", lambda: ["local"])
-    assert list(discover(Machine(), tmp_path, {"KUBECONFIG": kubeconfig(tmp_path)}).backends) == ["local"]
+    assert list(discover(Machine(), tmp_path, {"KUBECONFIG": kubeconfig(tmp_path)})) == ["local"]
 
 
 def test_a_site_that_is_not_here() -> None:
-    found = Found({"local": "this computer"})
+    found = {"local": Detected("this computer", ())}
     with pytest.raises(UsageError, match="nothing of `slurm` is found here"):
         choose(found, "slurm")
     with pytest.raises(UsageError, match="there is no backend `mars`"):
@@ -219,7 +220,7 @@ def test_a_site_that_is_not_here() -> None:
 
 @pytest.mark.parametrize("word", ["no", "12", "1e3", "on", "null", "a-b", "x@y", "long", "0x1f", "1:30"])
 def test_words_stay_words(word: str) -> None:
-    assert yaml.safe_load(f"- {discovery._plain(word)}") == [word]
+    assert yaml.safe_load(f"- {yaml_string(word)}") == [word]
 
 
 EXAMPLES = sorted((Path(__file__).parents[3] / "examples").glob("*.yaml"))

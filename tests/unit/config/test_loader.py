@@ -22,8 +22,6 @@ from heliostat.config.loader import FILE, MAX_FILE_BYTES, Config, load, schema
 from heliostat.config.spec import ClusterSpec
 from heliostat.state.ownership import UnsafePathError
 
-SITES = ["local", "slurm", "ssh"]
-
 # The file of the contract, as it stands there.
 EXAMPLE = """\
 name: lab
@@ -51,7 +49,7 @@ def file(tmp_path: Path) -> Path:
 
 def read(file: Path, text: str | bytes, environ: dict[str, str] | None = None, **flags: Any) -> Config:
     file.write_bytes(text.encode() if isinstance(text, str) else text)
-    return load(SITES, file=file, environ=environ or {}, flags=flags)
+    return load(backends, file=file, environ=environ or {}, flags=flags)
 
 
 def refused(file: Path, text: str | bytes, environ: dict[str, str] | None = None, **flags: Any) -> UsageError:
@@ -126,7 +124,7 @@ def test_the_last_source_of_a_key_wins_in_either_spelling(file: Path) -> None:
     assert read(file, "gpus_per_node: 1\n", {"HELIOSTAT_GPUS": "2"}).spec.gpus_per_node == 2
     base = {"gpus_per_node": 8}
     file.write_text("gpus: 1\n")
-    assert load(SITES, file=file, environ={}, base=base).spec.gpus_per_node == 1
+    assert load(backends, file=file, environ={}, base=base).spec.gpus_per_node == 1
 
 
 def test_an_alias_is_named_as_it_is_written(file: Path) -> None:
@@ -178,17 +176,17 @@ def test_our_own_variables_are_not_keys(file: Path) -> None:
 
 
 def test_a_file_is_found_where_one_works(tmp_path: Path) -> None:
-    assert load(SITES, environ={}, search_dir=tmp_path).spec.nodes == 1
+    assert load(backends, environ={}, search_dir=tmp_path).spec.nodes == 1
     (tmp_path / FILE).write_text("nodes: 4\n")
-    assert load(SITES, environ={}, search_dir=tmp_path).spec.nodes == 4
+    assert load(backends, environ={}, search_dir=tmp_path).spec.nodes == 4
 
 
 def refuse_default(folder: Path) -> UnsafePathError:
     """The error for the default file there; the same file is used when the user names it."""
     with pytest.raises(UnsafePathError) as caught:
-        load(SITES, environ={}, search_dir=folder)
+        load(backends, environ={}, search_dir=folder)
     assert caught.value.hint == f"to use it anyway, name it: -f {FILE}"
-    assert load(SITES, environ={}, file=folder / FILE).spec.nodes == 4
+    assert load(backends, environ={}, file=folder / FILE).spec.nodes == 4
     return caught.value
 
 
@@ -201,7 +199,7 @@ def test_a_default_file_that_others_can_write_is_refused(tmp_path: Path) -> None
         assert f"`{path}` can be changed by everybody" in refuse_default(tmp_path).cause
         path.chmod(before)
     tmp_path.chmod(0o1777)  # as /tmp: others cannot replace our file
-    assert load(SITES, environ={}, search_dir=tmp_path).spec.nodes == 4
+    assert load(backends, environ={}, search_dir=tmp_path).spec.nodes == 4
 
 
 @pytest.mark.needs_linux
@@ -213,14 +211,14 @@ def test_a_default_file_of_another_user_is_refused(tmp_path: Path, monkeypatch: 
     (tmp_path / FILE).symlink_to("theirs")
     assert "belongs to user 12345" in refuse_default(tmp_path).cause
     os.chown(tmp_path / "theirs", 0, 0)
-    assert load(SITES, environ={}, search_dir=tmp_path).spec.nodes == 4
+    assert load(backends, environ={}, search_dir=tmp_path).spec.nodes == 4
     os.lchown(tmp_path / FILE, 12345, 12345)
     assert "is a symbolic link of user 12345" in refuse_default(tmp_path).cause
     os.lchown(tmp_path / FILE, 0, 0)
     monkeypatch.setattr(os, "getuid", lambda: 54321)
     assert "belongs to root" in refuse_default(tmp_path).cause
     tmp_path.chmod(0o755)
-    assert load(SITES, environ={}, search_dir=tmp_path).spec.nodes == 4
+    assert load(backends, environ={}, search_dir=tmp_path).spec.nodes == 4
 
 
 @pytest.mark.needs_linux
@@ -240,7 +238,7 @@ def test_a_default_file_of_the_user_s_private_group(tmp_path: Path, monkeypatch:
     (tmp_path / FILE).write_text("nodes: 4\n")
     (tmp_path / FILE).chmod(0o664)
     monkeypatch.setattr("heliostat.agent.ownership._is_private_group", lambda gid: True)
-    assert load(SITES, environ={}, search_dir=tmp_path).spec.nodes == 4
+    assert load(backends, environ={}, search_dir=tmp_path).spec.nodes == 4
     monkeypatch.setattr("heliostat.agent.ownership._is_private_group", lambda gid: False)
     assert "can be changed by its group" in refuse_default(tmp_path).cause
 
@@ -312,7 +310,7 @@ def test_many_bad_values_are_counted(file: Path) -> None:
 def test_an_unknown_site_is_told_with_those_there_are(file: Path) -> None:
     error = refused(file, "on: slrum")
     assert error.message == "there is no backend `slrum`" and error.hint == "--on slurm"
-    assert "local, slurm, ssh" in error.cause and f"{FILE} line 1" in error.cause
+    assert "local, pbs, slurm, ssh" in error.cause and f"{FILE} line 1" in error.cause
 
 
 # -- sentences of our own for what the validator finds
@@ -368,7 +366,7 @@ def test_a_key_that_is_missing(file: Path) -> None:
 )
 def test_a_wrong_value_of_a_sites_table(file: Path, table: str, key: str, sentence: str) -> None:
     file.write_text(f"on: {key.partition('.')[0]}\n{table}\n")
-    spec = load(backends.names(), file=file, environ={}).spec
+    spec = load(backends, file=file, environ={}).spec
     with pytest.raises(UsageError) as caught:
         planner.backend_options(spec)
     assert (caught.value.message, caught.value.cause) == (f"`{key}` cannot be used", sentence)
@@ -409,7 +407,7 @@ def _is_ours(error: UsageError) -> bool:
 def test_no_wording_of_the_validator_reaches_a_user(path: tuple[str | int, ...]) -> None:
     for value in HOSTILE:
         try:
-            loader.check(_nested(path, value), {}, SITES)
+            loader.check(_nested(path, value), {}, backends)
         except UsageError as error:
             assert _is_ours(error), (value, error.fields())
 
@@ -487,7 +485,7 @@ def test_an_empty_file_is_all_defaults(file: Path, text: str) -> None:
 def test_a_file_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for path, words in ((tmp_path / "none.yaml", "No such file"), (tmp_path, "Is a directory")):
         with pytest.raises(UsageError, match="could not read") as caught:
-            load(SITES, file=path, environ={})
+            load(backends, file=path, environ={})
         assert words in caught.value.cause
 
 
@@ -497,12 +495,12 @@ def test_a_file_that_may_not_be_read(file: Path) -> None:
     if os.access(file, os.R_OK):  # root may read everything
         return
     with pytest.raises(UsageError, match="could not read"):
-        load(SITES, file=file, environ={})
+        load(backends, file=file, environ={})
 
 
 def test_an_endless_file_is_not_read_to_its_end() -> None:
     with pytest.raises(UsageError, match="is too large"):
-        load(SITES, file=Path("/dev/zero"), environ={})
+        load(backends, file=Path("/dev/zero"), environ={})
 
 
 # -- the schema

@@ -40,7 +40,7 @@ azure: {resource_group: rays, subscription: "0000", instance: Standard_D4s_v3}
 def test_the_same_file_serves_every_site(site: str, tmp_path: Path) -> None:
     path = tmp_path / "heliostat.yaml"
     path.write_text(FILE % site)
-    spec = loader.load(backends.names(), file=path, environ={}).spec
+    spec = loader.load(backends, file=path, environ={}).spec
     assert (spec.on, spec.cluster_name, len(members(spec))) == (site, "train", 3)
     _, plan = planner.plan(ClusterDirectory(tmp_path / "clusters" / "train"), spec)
     assert sum(len(step.nodes) for step in plan.steps) == 3 and plan.files
@@ -59,7 +59,7 @@ DEMAND = ("aws", "azure", "gcp", "kubernetes")
 def planned(site: str, more: str, tmp_path: Path) -> None:
     path = tmp_path / "heliostat.yaml"
     path.write_text(FILE.replace("nodes: 3\n", "") % site + more)
-    spec = loader.load(backends.names(), file=path, environ={}).spec
+    spec = loader.load(backends, file=path, environ={}).spec
     planner.plan(ClusterDirectory(tmp_path / "clusters" / "train"), spec)
 
 

@@ -10,6 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from heliostat import backends
+from heliostat.common.errors import UsageError
+from heliostat.config import loader
 from heliostat.config.members import Member, count_members, hosts, members, worker_members
 from heliostat.config.spec import ClusterSpec
 from heliostat.config.tables import check_name
@@ -496,15 +499,18 @@ BOTH: dict[str, Any] = {"hosts": ["a", "b", "c"], "groups": {"gpu": {"nodes": 1,
 
 
 def test_one_file_for_several_sites() -> None:
-    there, here = spec(on="slurm", **BOTH), spec(on="ssh", **BOTH)
-    assert names(there) == ["head", "gpu-1"] and there.machines == () and list(there.kinds) == ["gpu"]
-    assert names(here) == ["a", "b", "c"] and len(here.machines) == 3 and here.kinds == {}
-    assert here.hosts == there.hosts and here.groups == there.groups, "the file says both"
-    assert names(spec(on="slurm", hosts=["a", "a"], nodes=4)) == ["head", "w1", "w2", "w3"], "they rest there"
+    there, here = (loader.check({"on": backend, **BOTH}, {}, backends) for backend in ("slurm", "ssh"))
+    assert names(there) == ["head", "gpu-1"] and there.hosts == () and list(there.kinds) == ["gpu"]
+    assert names(here) == ["a", "b", "c"] and len(here.hosts) == 3 and here.kinds == {}
+    assert here.groups == there.groups
+    unused = loader.check({"on": "slurm", "hosts": ["a", "a"], "nodes": 4}, {}, backends)
+    assert names(unused) == ["head", "w1", "w2", "w3"]
+    with pytest.raises(UsageError, match="hosts"):
+        loader.check({"on": "slurm", "hosts": [3]}, {}, backends)
 
 
 def test_no_machines_at_all() -> None:
-    assert spec(on="ssh").machines == () and members(spec(on="ssh"))[0].host is None
+    assert spec(on="ssh").hosts == () and members(spec(on="ssh"))[0].host is None
 
 
 def test_a_large_cluster_is_counted_and_planned_without_a_check_a_node(

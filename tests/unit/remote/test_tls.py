@@ -100,7 +100,7 @@ def test_a_cluster_without_tls_has_none(store: Store) -> None:
 
 def planned(site: str, more: dict[str, Any], tmp_path: Path) -> None:
     own = {"ssh": {"hosts": ["a", "b"]}}.get(site, {"nodes": 2})
-    spec = check({"on": site, "name": "lab", **own, **more}, {}, backends.names())
+    spec = check({"on": site, "name": "lab", **own, **more}, {}, backends)
     order, _ = planner.plan(ClusterDirectory(tmp_path / "clusters" / "lab"), spec)
     assert order.config["tls"] is True
 

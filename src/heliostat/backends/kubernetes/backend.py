@@ -37,6 +37,7 @@ from heliostat.remote.transport import Completed
 from heliostat.state.states import NodeState
 
 if TYPE_CHECKING:
+    from heliostat.backends.detection import Detected
     from heliostat.config.spec import ClusterSpec
     from heliostat.remote.ray_client import RayApi
     from heliostat.remote.transport import Transport
@@ -57,6 +58,9 @@ class Kubernetes(Platform):
     name: ClassVar[str] = "kubernetes"
     Options: ClassVar[type] = Options
     poll_interval: ClassVar[tuple[float, float]] = (0.3, 5.0)
+    detection_priority: ClassVar[int] = 2
+    not_detected: ClassVar[str] = "no kubeconfig has a current context: $KUBECONFIG, else ~/.kube/config"
+    first_step: ClassVar[tuple[str, str]] = ("check your permissions", "heliostat doctor heliostat.yaml")
 
     def __init__(self) -> None:
         self._clusters: dict[str, Cluster] = {}
@@ -396,6 +400,11 @@ class Kubernetes(Platform):
     # -- for `doctor`
 
     questions: ClassVar[Mapping[str, Question]] = QUESTIONS
+
+    def detect(self, machine: Transport, home: Path, environ: Mapping[str, str]) -> Detected | None:
+        from heliostat.backends.kubernetes.detection import detect
+
+        return detect(environ.get("KUBECONFIG") or str(home / ".kube" / "config"))
 
     def checks(self, spec: ClusterSpec | None, host: Transport) -> list[Check]:
         return list(checks((spec.backend_tables.get(self.name) if spec else None) or {}))

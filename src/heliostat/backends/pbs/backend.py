@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from heliostat.backends import batch
@@ -22,6 +23,7 @@ from heliostat.backends.base import (
     Step,
 )
 from heliostat.backends.batch import OBSERVE_S
+from heliostat.backends.detection import ENVIRONMENT, IDLE, NODES, TIME, Detected, output_of
 from heliostat.backends.pbs import queues
 from heliostat.backends.pbs.checks import QUESTIONS, run_checks
 from heliostat.backends.pbs.qstat import (
@@ -106,9 +108,17 @@ class Pbs(batch.Batch):
     reserved_short_options: ClassVar[tuple[str, ...]] = ("-q",)
     dependency_options: ClassVar[tuple[str, ...]] = ("-W", "depend=after:HEAD")
     can_force: ClassVar[bool] = True
+    detection_priority: ClassVar[int] = 3
+    not_detected: ClassVar[str] = "`qstat` of PBS does not answer on this machine"
     programs: ClassVar[tuple[str, ...]] = ("qsub", "qstat", "qdel")
     force_command: ClassVar[str] = "qdel -W force"
     questions: ClassVar[Mapping[str, Question]] = QUESTIONS
+
+    def detect(self, machine: Transport, home: Path, environ: Mapping[str, str]) -> Detected | None:
+        version = output_of(machine, ["qstat", "--version"])  # Grid Engine has a `qstat`, too
+        if "pbs_version" not in version.lower():
+            return None
+        return Detected(version, (NODES, TIME, *ENVIRONMENT, IDLE))
 
     def checks(self, spec: ClusterSpec | None, host: Transport) -> list[Check]:
         return run_checks(host)

@@ -9,6 +9,7 @@ import difflib
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from heliostat.backends import batch
@@ -23,6 +24,16 @@ from heliostat.backends.base import (
     Step,
 )
 from heliostat.backends.batch import DAY_S, OBSERVE_S
+from heliostat.backends.detection import (
+    ENVIRONMENT,
+    IDLE,
+    NODES,
+    TIME,
+    Detected,
+    output_of,
+    spec_line,
+    yaml_string,
+)
 from heliostat.backends.slurm.checks import QUESTIONS, run_checks
 from heliostat.backends.slurm.options import (
     FLAGS,
@@ -69,9 +80,25 @@ class Slurm(batch.Batch):
     # no heterogeneous job, because that would start only as a whole
     dependency_options: ClassVar[tuple[str, ...]] = (AFTER_HEAD,)
     can_force: ClassVar[bool] = False
+    detection_priority: ClassVar[int] = 4
+    not_detected: ClassVar[str] = "`sbatch` does not answer on this machine"
     programs: ClassVar[tuple[str, ...]] = ("sbatch", "squeue", "scancel")
     force_command: ClassVar[str] = "scancel"
     questions: ClassVar[Mapping[str, Question]] = QUESTIONS
+
+    def detect(self, machine: Transport, home: Path, environ: Mapping[str, str]) -> Detected | None:
+        version = output_of(machine, ["sbatch", "--version"])
+        if not version:
+            return None
+        listed = output_of(machine, ["sinfo", "--noheader", "--format=%P"]).split()
+        partitions = list(dict.fromkeys(name.rstrip("*") for name in listed))
+        default = next((name.rstrip("*") for name in listed if name.endswith("*")), None)
+        lines = [NODES]
+        if default:
+            others = ", ".join(name for name in partitions if name != default)
+            comment = "Slurm's default" + (f"; others here: {others}" if others else "")
+            lines += ["slurm:", spec_line(f"  partition: {yaml_string(default)}", comment)]
+        return Detected(version, (*lines, TIME, *ENVIRONMENT, IDLE))
 
     def checks(self, spec: ClusterSpec | None, host: Transport) -> list[Check]:
         return run_checks(host)

@@ -34,9 +34,11 @@ from heliostat.remote.transport import map_concurrently
 from heliostat.state.states import NodeState
 
 if TYPE_CHECKING:
+    from heliostat.backends.detection import Detected
     from heliostat.config.members import Member
     from heliostat.config.spec import ClusterSpec
     from heliostat.config.tables import Host
+    from heliostat.remote.ssh import Ssh
     from heliostat.remote.transport import Completed, Transport
 
 N = NodeState
@@ -58,9 +60,18 @@ class SshBackend(Backend):
     name: ClassVar[str] = "ssh"
     Options: ClassVar[type] = Options
     shares_files: ClassVar[bool] = False
+    lists_hosts: ClassVar[bool] = True
     questions: ClassVar[Mapping[str, Question]] = by_name(
         Question("ssh", "the `ssh` command is installed", "install OpenSSH's client")
     )
+    detection_priority: ClassVar[int] = 1
+    not_detected: ClassVar[str] = "~/.ssh/config names no host"
+    first_step: ClassVar[tuple[str, str]] = ("install Ray on every host", "heliostat setup")
+
+    def detect(self, machine: Transport, home: Path, environ: Mapping[str, str]) -> Detected | None:
+        from heliostat.backends.ssh.config_file import detect
+
+        return detect(home / ".ssh" / "config")
 
     def checks(self, spec: ClusterSpec | None, host: Transport) -> list[Check]:
         """Checks only this host; `doctor` runs the agent's checks on the other hosts."""
@@ -82,7 +93,7 @@ class SshBackend(Backend):
         from heliostat.remote.start_script import agent_script
 
         spec = request.spec
-        if not spec.machines:
+        if not spec.hosts:
             raise UsageError("the spec has no `hosts`", hint="hosts: [zinc, ann@copper] in the file")
         files, steps = [], []
         for member in request.members:
@@ -113,7 +124,7 @@ class SshBackend(Backend):
             "mark": f"{request.config['mark']}-{member.name}",
             "node": member.name,
             "role": member.role,
-            "address": {"interface": spec.network.interface, "default": "ssh"},
+            "address": {"interface": spec.network.interface, "default": "connection"},
             "resources": {
                 "cpus": member.cpus,
                 "leave_cpus": member.host.leave_cpus,
@@ -220,6 +231,18 @@ class SshBackend(Backend):
 
     def reach(self, handle: Handle, host: Transport) -> Transport:
         return connect(handle.detail["ssh"])
+
+    def remote_dir(self, handle: Handle) -> tuple[Ssh, Path] | None:
+        if "refused" in handle.detail:
+            return None
+        return connect(handle.detail["ssh"]), Path(handle.detail["folder"])
+
+    def environment_hosts(self, spec: ClusterSpec, options: Any) -> list[tuple[Host, Transport, str]]:
+        from heliostat.config.members import hosts
+
+        if not spec.hosts:
+            raise UsageError("the spec has no `hosts`", hint="hosts: [zinc, ann@copper] in the file")
+        return [(one, connect(ssh_command(one)), options.python) for one in hosts(spec)]
 
 
 def ssh_command(host: Host | None) -> tuple[str, ...]:

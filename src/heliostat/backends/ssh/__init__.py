@@ -1,0 +1,3 @@
+"""The ssh backend."""
+
+from heliostat.backends.ssh.backend import BACKEND as BACKEND
