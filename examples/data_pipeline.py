@@ -58,7 +58,7 @@ def main() -> None:
     # A training loop would read it this way: prefetched batches of tensors.
     tensors = sum(len(batch["id"]) for batch in rows.iter_torch_batches(batch_size=args.batch))
     assert tensors == written, f"{tensors} rows came as tensors, {written} were written"
-    print("result", json.dumps({"rows": written, "sums": dict(sorted(sums.items())), "path": path}))
+    print("result " + json.dumps({"rows": written, "sums": dict(sorted(sums.items())), "path": path}))
 
 
 if __name__ == "__main__":

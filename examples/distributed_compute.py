@@ -74,7 +74,7 @@ def main() -> None:
         "speedup": round(serial_s / parallel_s, 2),
         "chunks": dict(sorted(per_node.items())),
     }
-    print("result", json.dumps(result))
+    print("result " + json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -79,7 +79,7 @@ def main() -> None:
             f"{answer['node']}, {answer['device']}: {answer['gflops']} GFLOP/s, relative error {answer['error']:.1e}"
         )
     assert all(answer["error"] < 0.01 for answer in answers), "a product is wrong"
-    print("result", json.dumps({"gpus": gpus, "size": args.size, "workers": answers}))
+    print("result " + json.dumps({"gpus": gpus, "size": args.size, "workers": answers}))
 
 
 if __name__ == "__main__":

@@ -77,8 +77,8 @@ def main() -> None:
             f"and {steps} steps; more --iterations, or other settings in .training(…)"
         )
     print(
-        "result",
-        json.dumps({"return": round(best, 1), "iterations": iteration, "steps": steps, "checkpoint": path}),
+        "result "
+        + json.dumps({"return": round(best, 1), "iterations": iteration, "steps": steps, "checkpoint": path})
     )
 
 

@@ -91,7 +91,7 @@ def main() -> None:
             checkpoint = algo.save_to_path(os.path.abspath(f"{args.storage}/dilemma/{algo.iteration:04}"))
         print(f"iteration {algo.iteration}: main is paid {pay:.2f} a round", flush=True)
     told = {"iterations": algo.iteration, "pay": pay, "defects": strategy(algo), "checkpoint": checkpoint}
-    print("result", json.dumps(told))
+    print("result " + json.dumps(told))
     algo.stop()
 
 

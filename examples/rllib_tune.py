@@ -65,8 +65,8 @@ def main() -> None:
         print(f"lr {lr}: mean return {mean}")
     best = results.get_best_result()
     print(
-        "result",
-        json.dumps({"returns": returns, "best": best.config["lr"], "checkpoint": best.checkpoint.path}),
+        "result "
+        + json.dumps({"returns": returns, "best": best.config["lr"], "checkpoint": best.checkpoint.path})
     )
 
 

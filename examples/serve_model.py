@@ -83,8 +83,8 @@ def main() -> None:
     finally:
         serve.shutdown()
     print(
-        "result",
-        json.dumps({"handle": [a["y"][0] for a in by_handle], "http": by_http["y"], "replicas": replicas}),
+        "result "
+        + json.dumps({"handle": [a["y"][0] for a in by_handle], "http": by_http["y"], "replicas": replicas})
     )
 
 

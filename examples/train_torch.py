@@ -92,7 +92,7 @@ def main() -> None:
     model, (x, y) = network(), data()
     model.load_state_dict(saved["model"])
     loss = torch.nn.functional.mse_loss(model(x), y).item()
-    print("result", json.dumps({"epochs": saved["epoch"] + 1, "loss": loss, "path": result.path}))
+    print("result " + json.dumps({"epochs": saved["epoch"] + 1, "loss": loss, "path": result.path}))
 
 
 if __name__ == "__main__":

@@ -92,7 +92,7 @@ def main() -> None:
         print(f"trial {trial} ended after step {step}")
     best = results.get_best_result("loss", "min")
     told = {name: best.config[name] for name in ("lr", "width")} | {"loss": best.metrics["loss"]}
-    print("result", json.dumps({"steps": steps, "best": told}))
+    print("result " + json.dumps({"steps": steps, "best": told}))
 
 
 if __name__ == "__main__":

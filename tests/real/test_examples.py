@@ -49,8 +49,9 @@ def says(cluster: Lab, name: str, *words: object, code: int = 0) -> Done:
 
 
 def result(said: str) -> dict[str, Any]:
-    (line,) = [line for line in said.splitlines() if line.startswith("result ")]
-    return dict(json.loads(line.removeprefix("result ")))
+    """The document after `result `. Ray's thread for the output of the workers may write after it on the same line."""
+    (start,) = (match.end() for match in re.finditer(r"^result (?={)", said, re.MULTILINE))
+    return dict(json.JSONDecoder().raw_decode(said, start)[0])
 
 
 def run(cluster: Lab, name: str, *words: object) -> dict[str, Any]:
