@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from heliostat import backends
 from heliostat.cluster.manager import ClusterManager
+from heliostat.common.documents import ClusterStatus, JobInfo, JsonObject
 from heliostat.common.errors import Code, HeliostatError, UsageError
 from heliostat.common.events import Emit
 from heliostat.common.limits import MAX_WORKERS
@@ -20,6 +21,7 @@ from heliostat.remote.ray_client import FINAL
 if TYPE_CHECKING:
     from heliostat.diagnostics.advisor import Advice
     from heliostat.diagnostics.sizing import Sizing
+    from heliostat.remote.ray_client import RayApi
 
 
 class Job:
@@ -31,13 +33,13 @@ class Job:
     def __repr__(self) -> str:
         return f"Job({self.id!r} on {self.cluster.name!r})"
 
-    def _api(self) -> Any:
+    def _api(self) -> RayApi:
         manager = self.cluster._manager
         return manager.ray_api(manager.find(self.cluster.name))
 
-    def info(self) -> dict[str, Any]:
+    def info(self) -> JobInfo:
         """id, status, entrypoint, started, seconds, exit_code, message."""
-        return dict(self._api().job(self.id))
+        return self._api().job(self.id)
 
     @property
     def status(self) -> str:
@@ -110,7 +112,7 @@ class Cluster:
         env = self._manager.environment(self._manager.find(self.name)) or {}
         return {key: str(value) for key, value in env.items()}
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> ClusterStatus:
         """The document of `heliostat status --json`."""
         return self._manager.status(self.name)
 
@@ -218,7 +220,7 @@ def up(
     return Cluster(view.record.name, manager, owned=not keep)
 
 
-def _to_file_keys(spec: ClusterSpec) -> dict[str, Any]:
+def _to_file_keys(spec: ClusterSpec) -> JsonObject:
     """The keys of the spec's file: the values that were set, and the tables of the backends."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the loader rejects a value of a wrong type

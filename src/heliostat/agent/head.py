@@ -18,7 +18,7 @@ from .protocol import (
     SCHEMA,
     AgentConfig,
     Answer,
-    ClusterState,
+    ClusterReport,
     Connection,
     Ended,
     HeadAddress,
@@ -163,7 +163,7 @@ class Head(Node):
 
     def write_state(self) -> None:
         self._write_due = False
-        state: ClusterState = {
+        state: ClusterReport = {
             "schema": SCHEMA,
             "nodes": self.nodes,
             "job": self.command.job if self.command else None,

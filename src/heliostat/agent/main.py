@@ -31,7 +31,7 @@ from .protocol import (
 )
 
 
-def do_probe(_: Any) -> Mapping[str, Any]:
+def do_probe(_: object) -> Mapping[str, Any]:
     from . import guard, probe
 
     found = {**probe.probe(), "ports_refused": guard.refusal()}
@@ -224,7 +224,7 @@ def do_stop(request: StopRequest) -> Answer:
     return {"ok": not left, "left": left, "killed": [n["pid"] for n in living]}
 
 
-def do_sweep(_: Any) -> Answer:
+def do_sweep(_: object) -> Answer:
     """Remove what killed nodes left on this host; waits a little for the last of their processes to end."""
     deadline = time.monotonic() + 5
     removed = tempdirs.sweep_all([])

@@ -13,7 +13,7 @@ from typing import Dict, Iterable, List, Optional, Set, Tuple
 from .protocol import StopReason
 
 MARK = "HELIOSTAT_NODE"  # in the environment of every process of a node: finds daemons that left its process tree
-# protocol.SIGNAL_TABLE lists who sends them
+# signal_table.py lists who sends them
 STOP_SIGNALS = {
     signal.SIGTERM: (StopReason.REQUESTED, "stop requested"),
     signal.SIGINT: (StopReason.INTERRUPTED, "interrupted"),

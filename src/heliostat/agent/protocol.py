@@ -1,4 +1,4 @@
-"""The documents that cross a process boundary, the codes in them, and the signals that the agent's processes receive.
+"""The documents that cross a process boundary, and the codes in them.
 
 The client writes configs and requests and reads states and reports; agents of one cluster exchange hub messages. Each
 document is JSON. Control flow uses codes (`StopReason`, `RefusalCause`); sentences (`reason`) are for people only.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 from enum import Enum
-from typing import Any, Dict, List, NamedTuple, Optional, Tuple, TypedDict
+from typing import Any, Dict, List, Optional, Tuple, TypedDict
 
 SCHEMA = 1  # of the agent config, `state.json` and `connection.json`
 
@@ -92,30 +92,6 @@ def cause_of(error: BaseException) -> RefusalCause:
     return RefusalCause.INTERNAL
 
 
-class SignalUse(NamedTuple):
-    signal: str
-    process: str  # the receiver: "supervisor", "agent", "command", "ray start"
-    sender: str
-    meaning: str
-
-
-# The supervisor forwards SIGTERM, SIGINT, SIGHUP and SIGUSR1 to the agent.
-SIGNAL_TABLE = (
-    SignalUse("SIGTERM", "supervisor", "`stop`, or the scheduler", "stop in order"),
-    SignalUse("SIGINT", "supervisor", "a terminal", "stop in order"),
-    SignalUse("SIGHUP", "supervisor", "a terminal that closes", "stop in order"),
-    SignalUse("SIGUSR1", "supervisor", "Slurm, before the time limit", "warn, drain, then stop"),
-    SignalUse("SIGTERM", "agent", "the supervisor; the kernel when the supervisor dies", "stop in order"),
-    SignalUse("SIGURG", "agent", "`qsig` of PBS, to each process of the job", "stop in order, once"),
-    SignalUse("SIGCONT", "agent", "Slurm, with the SIGTERM before it kills", "shorten the grace period"),
-    SignalUse("SIGTERM", "command", "the agent", "save and exit within the grace period"),
-    SignalUse("SIGKILL", "command", "the agent; the kernel when the agent dies", "end now"),
-    SignalUse("SIGTERM", "ray start", "the agent", "drain the node"),
-    SignalUse("SIGTERM", "ray start", "the kernel when the agent dies", "end"),
-    SignalUse("SIGKILL", "every process of the node", "the supervisor, or `stop`", "end now"),
-)
-
-
 # -- parts of the agent config
 
 
@@ -172,6 +148,7 @@ class CommandConfig(TypedDict, total=False):
     package: str  # zip of the working directory
     on: str  # the node that runs it; default: the head
     nodes: List[str]  # the joined nodes that must be ready first
+    detached: bool  # where the platform starts Ray: the client does not wait for it
 
 
 class HeadAddress(TypedDict, total=False):
@@ -292,6 +269,14 @@ class NodeReport(TypedDict, total=False):
     ports: Dict[str, Any]  # name -> port; "workers" -> [first, last]
     resources: Resources
     gpus: List[GpuReport]
+    # where the platform starts Ray; written by the client
+    id: str  # name of the instance or pod
+    role: str
+    group: Optional[str]
+    restarts: int
+    restarted: float  # when
+    restart: str  # a sentence
+    exit_code: Optional[int]  # of the command of a `run`
 
 
 class WorkerMessage(NodeReport, total=False):
@@ -349,7 +334,7 @@ class Warned(TypedDict):
     text: str
 
 
-class ClusterState(TypedDict, total=False):
+class ClusterReport(TypedDict, total=False):
     """`state.json`: the head's view of the cluster."""
 
     schema: int

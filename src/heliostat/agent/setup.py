@@ -74,7 +74,7 @@ def _answer(done: str, found: Versions) -> Answer:
     return {"ok": True, "done": done, "ray": ray, "python": python, "whole": whole}
 
 
-def _interrupt(number: int, _: Any) -> NoReturn:
+def _interrupt(number: int, _: object) -> NoReturn:
     for other in SIGNALS:
         signal.signal(other, signal.SIG_IGN)  # do not interrupt the cleanup
     raise Interrupted("interrupted by signal %d" % number)

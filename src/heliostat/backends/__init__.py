@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from heliostat.common.documents import JsonMapping
 from heliostat.common.errors import Code, UsageError
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def load(name: str) -> Backend:
     return backend
 
 
-def nodes_of(name: str, table: Mapping[str, Any]) -> int | None:
+def nodes_of(name: str, table: JsonMapping) -> int | None:
     """How many nodes this table of a backend's options requests; None: the table does not determine it."""
     return load(name).nodes_of(table) if name in names() else None
 

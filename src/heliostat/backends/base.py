@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from heliostat.agent.protocol import NodeReport
+from heliostat.common.documents import JsonMapping, JsonObject
 from heliostat.common.errors import Code, HeliostatError, UsageError
 from heliostat.common.limits import MAX_NODES
 from heliostat.state.states import NodeState
@@ -46,7 +48,7 @@ class Step:
 
     argv: tuple[str, ...]
     nodes: tuple[str, ...]
-    config: Mapping[str, Any] = field(default_factory=dict)
+    config: JsonMapping = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -67,10 +69,10 @@ class LaunchRequest:
     members: Sequence[Member]
     folder: Path
     agent: Path
-    config: Mapping[str, Any]  # the part of the config that all agents of the cluster share
+    config: JsonMapping  # the part of the config that all agents of the cluster share
     python: str = sys.executable  # runs the agent if the environment does not define a Python
-    group_options: Mapping[str, Any] = field(default_factory=dict)  # replace `options` for these groups
-    facts: Mapping[str, Any] = field(default_factory=dict)  # from `survey`; of a running cluster also "head"
+    group_options: JsonMapping = field(default_factory=dict)  # replace `options` for these groups
+    facts: JsonMapping = field(default_factory=dict)  # from `survey`; of a running cluster also "head"
     files: Mapping[str, bytes] = field(default_factory=dict)  # to copy to nodes that do not see `folder`
 
 
@@ -80,13 +82,13 @@ class Handle:
 
     native_id: str
     nodes: tuple[str, ...]
-    detail: Mapping[str, Any] = field(default_factory=dict)
+    detail: JsonMapping = field(default_factory=dict)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         return {"native_id": self.native_id, "nodes": list(self.nodes), "detail": dict(self.detail)}
 
     @staticmethod
-    def from_json(data: Mapping[str, Any]) -> Handle:
+    def from_json(data: JsonMapping) -> Handle:
         return Handle(data["native_id"], tuple(data["nodes"]), data["detail"])
 
 
@@ -100,7 +102,9 @@ class Observation:
     state: NodeState
     reason: str = ""
     native_state: str = ""
-    report: Mapping[str, Any] = field(default_factory=dict)  # the agent's last report, if its file is remote
+    report: NodeReport = field(
+        default_factory=lambda: NodeReport()
+    )  # the agent's last report, if its file is remote
 
 
 @dataclass(frozen=True)
@@ -133,7 +137,7 @@ class Question:
         severity: str | None = None,
         hint: str | None = None,
         attachment: str = "",
-        **fields: Any,
+        **fields: object,
     ) -> Check:
         """The result of this check. `severity` and `hint` replace the defaults of the question."""
         name = self.name.format(**fields)
@@ -173,8 +177,8 @@ class PlatformStatus:
     `connection`: the content of `connection.json`, if Ray's dashboard is available. `token`: set if the platform generated it.
     """
 
-    nodes: Mapping[str, Mapping[str, Any]]
-    connection: Mapping[str, Any] | None = None
+    nodes: Mapping[str, JsonMapping]
+    connection: JsonMapping | None = None
     token: str | None = None
 
 
@@ -210,7 +214,7 @@ class Backend(ABC):
         """Run the checks in `questions`. Never raises. Default: no checks."""
         return []
 
-    def nodes_of(self, table: Mapping[str, Any]) -> int | None:
+    def nodes_of(self, table: JsonMapping) -> int | None:
         """The number of nodes that the backend's own options request, e.g. a select statement of PBS.
 
         None (the default): the options do not determine it, and the spec's `nodes` applies."""
@@ -222,7 +226,7 @@ class Backend(ABC):
         Called before anything of a new cluster is recorded. Default: nothing is required."""
         return
 
-    def survey(self, options: Any, host: Transport) -> Mapping[str, Any]:
+    def survey(self, options: Any, host: Transport) -> JsonMapping:
         """Facts that planning needs, such as queues and their limits. They become `LaunchRequest.facts`.
 
         One quick query; {} if the backend does not answer. Never raises HeliostatError. Default: {}."""
@@ -301,7 +305,7 @@ class Platform(Backend):
 
     @abstractmethod
     def platform_status(
-        self, handle: Handle, nodes: Sequence[NodeRecord], before: Mapping[str, Any], host: Transport
+        self, handle: Handle, nodes: Sequence[NodeRecord], before: JsonMapping, host: Transport
     ) -> PlatformStatus:
         """The status of each of these nodes, and of nodes that the autoscaler added.
 
@@ -314,7 +318,7 @@ class Platform(Backend):
 
     @abstractmethod
     def logs(
-        self, handle: Handle, node: str, status: Mapping[str, Any], known: Mapping[str, int], host: Transport
+        self, handle: Handle, node: str, status: JsonMapping, known: Mapping[str, int], host: Transport
     ) -> Mapping[str, bytes]:
         """New content of the node's logs, by file name. `known`: how many bytes of each file the caller has."""
 
@@ -339,5 +343,5 @@ class Platform(Backend):
         return
 
     @abstractmethod
-    def replace_node(self, handle: Handle, node: str, status: Mapping[str, Any], host: Transport) -> None:
+    def replace_node(self, handle: Handle, node: str, status: JsonMapping, host: Transport) -> None:
         """Terminate this node; the platform starts another one for it. Raises UsageError if it cannot."""

@@ -13,9 +13,10 @@ import time
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from heliostat.backends.base import Backend, Handle, LaunchRequest, Plan, require_programs
+from heliostat.common.documents import JsonMapping, JsonObject
 from heliostat.common.errors import Code, HeliostatError, UsageError
 from heliostat.state.states import NodeState
 
@@ -110,10 +111,10 @@ def job_config(request: LaunchRequest, others: Sequence[str], rank: str) -> tupl
     return suffix, json.dumps(config)
 
 
-def _member_config(request: LaunchRequest, member: Member) -> dict[str, Any]:
+def _member_config(request: LaunchRequest, member: Member) -> JsonObject:
     from heliostat.config.members import members
 
-    head: dict[str, Any] = {}
+    head: JsonObject = {}
     if member.role == "head":
         in_job = {other.name for other in request.members}
         in_other_jobs = [other.name for other in members(request.spec) if other.name not in in_job]
@@ -147,7 +148,7 @@ class Batch(Backend):
         """The plan of one job that starts these members."""
 
     @abstractmethod
-    def _list_tagged_jobs(self, scope: Mapping[str, Any], host: Transport) -> list[tuple[str, str]]:
+    def _list_tagged_jobs(self, scope: JsonMapping, host: Transport) -> list[tuple[str, str]]:
         """The user's jobs in the queue: (id, tag). Raises HeliostatError if the scheduler does not answer."""
 
     @abstractmethod
@@ -158,7 +159,7 @@ class Batch(Backend):
     def _stop_jobs(self, handles: Sequence[Handle], host: Transport, method: str) -> None:
         """method: "request" (the agent stops all nodes in order), "kill" (the scheduler does), "force" (it drops the job)."""
 
-    def _job_scope(self, request: LaunchRequest) -> dict[str, Any]:
+    def _job_scope(self, request: LaunchRequest) -> JsonObject:
         """What the scheduler's commands need besides the job's id, e.g. the Slurm cluster. Stored in the handle's detail."""
         return {}
 
@@ -204,9 +205,7 @@ class Batch(Backend):
     def find_orphans(self, cluster_id: str | None, spec: ClusterSpec, host: Transport) -> list[Handle]:
         return self._find_orphans(cluster_id, {}, host)
 
-    def _find_orphans(
-        self, cluster_id: str | None, scope: Mapping[str, Any], host: Transport
-    ) -> list[Handle]:
+    def _find_orphans(self, cluster_id: str | None, scope: JsonMapping, host: Transport) -> list[Handle]:
         if cluster_id is None:
             return []  # the record is in the shared home
         wanted = job_tag(cluster_id, "")

@@ -12,6 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from types import FrameType
 from typing import Any
 
 import click
@@ -125,7 +126,7 @@ def run(arguments: Sequence[str]) -> int:
         return output.error(_report_defect(error, output.debug))
 
 
-def _interrupt(number: int, frame: Any) -> None:
+def _interrupt(number: int, frame: FrameType | None) -> None:
     if number == getattr(signal, "SIGHUP", None):
         # a closed terminal sends SIGHUP to the session's leader and to the foreground group: ignore the second during cleanup
         signal.signal(number, signal.SIG_IGN)

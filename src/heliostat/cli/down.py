@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import click
 
 from heliostat.cli.options import CLUSTER, common
 from heliostat.cli.output import Output
 from heliostat.cluster.manager import ClusterManager
+from heliostat.common.documents import JsonObject
 from heliostat.common.errors import Code, HeliostatError, NotFoundError, PartialFailure, UsageError
 from heliostat.common.units import count
 
@@ -55,7 +55,7 @@ def command(
         )
     if dry_run:
         return show_dry_run(out, manager, names)
-    done: list[dict[str, Any]] = []
+    done: list[JsonObject] = []
     failed: list[tuple[str, HeliostatError]] = []
     for name in names:
         try:
@@ -78,7 +78,7 @@ def command(
         out.info("no clusters")
 
 
-def terminate(out: Output, manager: ClusterManager, name: str, keep: bool, now: bool) -> dict[str, Any]:
+def terminate(out: Output, manager: ClusterManager, name: str, keep: bool, now: bool) -> JsonObject:
     """Terminates or suspends one cluster; the JSON row of it."""
     if keep:
         suspended = manager.suspend(name).record.name

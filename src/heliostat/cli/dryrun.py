@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel
 
 from heliostat import backends
+from heliostat.agent.protocol import CommandConfig
 from heliostat.cli.output import Output
 from heliostat.cluster.manager import ClusterManager
 from heliostat.cluster.planner import agent_archive
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from heliostat.config.loader import Config
 
 
-def show(out: Output, manager: ClusterManager, config: Config, command: dict[str, Any] | None = None) -> None:
+def show(out: Output, manager: ClusterManager, config: Config, command: CommandConfig | None = None) -> None:
     has_scheduler = backends.load(config.spec.on).takes_options
     request, plan = manager.plan(config.spec, command=command, standalone=has_scheduler)
     if out.json:

@@ -6,7 +6,6 @@ import csv
 import io
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -14,6 +13,7 @@ from heliostat.cli.options import common, refuse_options
 from heliostat.cli.output import Output, table
 from heliostat.cluster.accounting import cost_of
 from heliostat.cluster.manager import ClusterManager
+from heliostat.common.documents import HistoryRow, JobRecord
 from heliostat.common.errors import DiskError, UsageError, disk_code
 from heliostat.common.units import count, format_bytes, format_duration, parse_bytes, parse_duration
 from heliostat.state.records import Record
@@ -140,7 +140,7 @@ def _decimal(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
-def make_rows(record: Record) -> list[dict[str, Any]]:
+def make_rows(record: Record) -> list[HistoryRow]:
     """The row of the cluster, then the rows of its joins and jobs."""
     # never negative, even if the clock was set back
     waited = max(0.0, record.ready - record.created) if record.ready else None
@@ -150,7 +150,7 @@ def make_rows(record: Record) -> list[dict[str, Any]]:
     groups = [node.group for node in record.nodes.values() if node.joined not in joins]
     nodes = len(groups)
     node_hours = round(ran * nodes / 3600, 4) if ran is not None else None
-    rows = [
+    rows: list[HistoryRow] = [
         {
             "name": record.name,
             "kind": record.kind,
@@ -189,7 +189,7 @@ def make_rows(record: Record) -> list[dict[str, Any]]:
     return rows
 
 
-def _make_join_row(record: Record, join: dict[str, Any]) -> dict[str, Any]:
+def _make_join_row(record: Record, join: JobRecord) -> HistoryRow:
     ready, node_seconds = join.get("ready"), join.get("node_seconds")
     node_hours = None if node_seconds is None else round(node_seconds / 3600, 4)
     ran = max(0.0, join["ended"] - ready) if ready and join.get("ended") else None
@@ -217,7 +217,7 @@ def _round(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds, 1)
 
 
-def write_csv(out: Output, rows: list[dict[str, Any]], path: Path) -> None:
+def write_csv(out: Output, rows: list[HistoryRow], path: Path) -> None:
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS)
     writer.writeheader()

@@ -7,6 +7,7 @@ import click
 from heliostat.cli.options import CLUSTER, common
 from heliostat.cli.output import Output, ago, table
 from heliostat.cluster.manager import ClusterManager
+from heliostat.common.documents import select
 from heliostat.common.units import format_duration
 
 
@@ -19,7 +20,7 @@ def command(out: Output, /, cluster: str) -> None:
     jobs = ClusterManager().jobs.list(cluster)
     if out.json:
         keys = ("id", "kind", "status", "entrypoint", "started", "seconds", "exit_code", "message")
-        return out.document({"cluster": cluster, "jobs": [{key: job[key] for key in keys} for job in jobs]})
+        return out.document({"cluster": cluster, "jobs": [select(job, keys) for job in jobs]})
     if not jobs:
         return out.info(f"no jobs on `{cluster}` yet")
     rows = [

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from heliostat.agent.protocol import CommandConfig
 from heliostat.cli.native import BackendCommand, command_line, native_options
 from heliostat.cli.options import (
     CLUSTER,
@@ -21,6 +22,7 @@ from heliostat.cli.options import (
 from heliostat.cli.output import Output
 from heliostat.cli.run import script_command
 from heliostat.cluster.manager import ClusterManager
+from heliostat.common.documents import JsonObject
 from heliostat.common.errors import UsageError
 from heliostat.common.shell import quote
 from heliostat.common.units import count
@@ -75,7 +77,7 @@ def command(
     argv = script_command(tuple(script)) if script else None
     base = {key: value for key, value in record.spec.items() if key not in NOT_FOR_JOINS}
     config = read_config({**values, "on": record.backend, "name": name}, file, base=base)
-    job = {"argv": argv, "cwd": os.getcwd(), "text": quote(argv)} if argv else None
+    job: CommandConfig | None = {"argv": argv, "cwd": os.getcwd(), "text": quote(argv)} if argv else None
     if dry_run:
         from heliostat.cli.dryrun import show
 
@@ -98,7 +100,7 @@ def command(
 
 
 def add_hosts(
-    out: Output, manager: ClusterManager, name: str, hosts: tuple[str, ...], options: dict[str, Any]
+    out: Output, manager: ClusterManager, name: str, hosts: tuple[str, ...], options: JsonObject
 ) -> None:
     """`join --host`: takes no other option, and no script."""
     usage = f"heliostat join {name} --host {hosts[0]}"

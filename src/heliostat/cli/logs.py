@@ -6,7 +6,6 @@ import codecs
 import time
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -14,6 +13,7 @@ from heliostat import backends
 from heliostat.cli.options import CLUSTER, common
 from heliostat.cli.output import Output, as_json
 from heliostat.cluster.manager import ClusterManager
+from heliostat.common.documents import EventRow
 from heliostat.common.errors import Code, NotFoundError, printable
 from heliostat.remote.job_output import JobOutput
 from heliostat.state.store import ClusterDirectory
@@ -152,7 +152,7 @@ def show_events(out: Output, folder: ClusterDirectory, follow: bool) -> None:
         time.sleep(0.5)
 
 
-def format_event(event: dict[str, Any]) -> str:
+def format_event(event: EventRow) -> str:
     time_text = datetime.fromtimestamp(event["at"]).isoformat(sep=" ", timespec="milliseconds")
     if event.get("kind") == "move":
         reason = f"  ({event['reason']})" if event.get("reason") else ""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import click
 
 from heliostat.cli.options import common
 from heliostat.cli.output import Output, ago, table
 from heliostat.cluster.manager import ClusterManager
+from heliostat.common.documents import JsonObject
 from heliostat.state.records import Record
 
 
@@ -43,7 +42,7 @@ def _format_ready(record: Record) -> str:
     return f"{ready}/{len(record.nodes)}"
 
 
-def make_row(record: Record) -> dict[str, Any]:
+def make_row(record: Record) -> JsonObject:
     return {
         "name": record.name,
         "backend": record.backend,

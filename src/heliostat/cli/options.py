@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -11,6 +11,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from heliostat.cli.native import native_options
+from heliostat.common.documents import JsonMapping, JsonObject
 from heliostat.common.errors import Code, HeliostatError, UsageError
 
 if TYPE_CHECKING:
@@ -155,7 +156,7 @@ def refuse_wait_timeout(given: float | None, beside: str, cause: str) -> None:
         )
 
 
-def read_config(values: dict[str, Any], file: Path | None, *, base: dict[str, Any] | None = None) -> Config:
+def read_config(values: JsonObject, file: Path | None, *, base: JsonObject | None = None) -> Config:
     """The spec from the file, the environment and the options. `base`: a running cluster's spec, instead of the file."""
     from heliostat import backends
     from heliostat.config import loader
@@ -224,7 +225,7 @@ def _check_spelling(native: Sequence[str], backend: str) -> None:
             )
 
 
-def refuse_options(values: Mapping[str, Any], conflict: str, cause: str, hint: str) -> None:
+def refuse_options(values: JsonMapping, conflict: str, cause: str, hint: str) -> None:
     """Raises UsageError if one of these options was given: the command could only ignore it."""
     given = [f"--{key.replace('_', '-')}" for key, value in values.items() if value not in (None, (), False)]
     if given:

@@ -12,8 +12,9 @@ import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING
 
+from heliostat.common.documents import JsonMapping
 from heliostat.common.errors import JSON_SCHEMA, HeliostatError, printable
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class Output:
 
     # -- text
 
-    def colour(self, text: str, role: str, stream: Any = None) -> str:
+    def colour(self, text: str, role: str, stream: IO[str] | None = None) -> str:
         stream = stream or sys.stderr
         if os.environ.get("NO_COLOR") or not stream.isatty() or role not in _COLOURS:
             return text
@@ -61,7 +62,7 @@ class Output:
         """The text for the terminal: control characters escaped, colour markers replaced."""
         return "\x1b".join(map(printable, text.split(self._escape_marker)))
 
-    def state(self, state: str, stream: Any = None) -> str:
+    def state(self, state: str, stream: IO[str] | None = None) -> str:
         return self.colour(state, _STATE_COLOURS.get(state.lower(), ""), stream)
 
     def info(self, text: str) -> None:
@@ -105,7 +106,7 @@ class Output:
             self.stdout_closed = True
             raise
 
-    def document(self, value: dict[str, Any]) -> None:
+    def document(self, value: JsonMapping) -> None:
         self._write(as_json({"schema": JSON_SCHEMA, **value}, indent=2))
 
     def flush(self) -> None:
@@ -177,7 +178,7 @@ def _lines(error: HeliostatError) -> list[tuple[str, str]]:
     return lines
 
 
-def as_json(value: Any, indent: int | None = None) -> str:
+def as_json(value: object, indent: int | None = None) -> str:
     """One JSON document in ASCII, without control characters other than line ends."""
     return json.dumps(value, indent=indent, default=str).replace("\x7f", "\\u007f")
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from heliostat.agent.protocol import CommandConfig
 from heliostat.cli.native import BackendCommand, command_line, native_options
 from heliostat.cli.options import (
     cluster_options,
@@ -80,7 +81,7 @@ def command(
     if generated:
         config = replace(config, origins={**config.origins, "name": "generated"})
     check_command(argv, config.spec)
-    job = {"argv": argv, "cwd": os.getcwd(), "text": quote(argv)}
+    job: CommandConfig = {"argv": argv, "cwd": os.getcwd(), "text": quote(argv)}
     if dry_run:
         from heliostat.cli.dryrun import show
 

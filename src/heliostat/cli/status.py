@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 import click
 
 from heliostat.cli.options import CLUSTER, common
 from heliostat.cli.output import Output, ago, table
 from heliostat.cluster.manager import ClusterManager
+from heliostat.common.documents import ClusterStatus, GpuStatus, NodeStatus
 from heliostat.common.errors import Code, NotFoundError
 from heliostat.common.units import format_bytes, format_duration
 
@@ -45,7 +45,7 @@ def find_only_cluster(manager: ClusterManager) -> str:
     )
 
 
-def render(status: dict[str, Any], out: Output) -> str:
+def render(status: ClusterStatus, out: Output) -> str:
     lines = [headline(status)]
     if status["problem"]:
         lines.append(f"warning: {status['problem']}")
@@ -76,7 +76,7 @@ def render(status: dict[str, Any], out: Output) -> str:
     return "\n".join(lines)
 
 
-def headline(status: dict[str, Any]) -> str:
+def headline(status: ClusterStatus) -> str:
     parts = [f"{status['name']} on {status['backend']}: {status['state']}", f"up {ago(status['started'])}"]
     if status["ray_version"]:
         parts.append(f"Ray {status['ray_version']} at {status['address']}")
@@ -87,7 +87,7 @@ def headline(status: dict[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def _resources(node: dict[str, Any]) -> tuple[str, str, str, str]:
+def _resources(node: NodeStatus) -> tuple[str, str, str, str]:
     """used/total of CPU, GPU, memory and object store."""
 
     def pair(name: str, format_amount: Callable[[float], str]) -> str:
@@ -103,8 +103,8 @@ def _resources(node: dict[str, Any]) -> tuple[str, str, str, str]:
     return pair("CPU", number), pair("GPU", number), pair("memory", size), pair("object_store_memory", size)
 
 
-def _gpu(gpu: dict[str, Any]) -> tuple[str, str, str, str]:
-    def format_value(value: Any, unit: str) -> str:
+def _gpu(gpu: GpuStatus) -> tuple[str, str, str, str]:
+    def format_value(value: float | None, unit: str) -> str:
         return "-" if value is None else f"{value:g} {unit}"
 
     memory = "-" if gpu["memory_total"] is None else f"{gpu['memory_used']}/{gpu['memory_total']} MiB"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -11,6 +10,7 @@ from heliostat.cli.options import CLUSTER, common, parse_pairs
 from heliostat.cli.output import Output
 from heliostat.cluster.jobs import check_job_id
 from heliostat.cluster.manager import ClusterManager
+from heliostat.common.documents import JsonObject
 from heliostat.common.errors import Code, Interrupted, UsageError
 from heliostat.common.shell import quote
 
@@ -87,7 +87,7 @@ def show(
     out: Output,
     cluster: str,
     argv: tuple[str, ...],
-    environment: dict[str, Any],
+    environment: JsonObject,
     directory: str | None,
     is_uploaded: bool,
 ) -> None:
@@ -124,7 +124,7 @@ def follow(out: Output, manager: ClusterManager, cluster: str, job: str) -> int:
     return code
 
 
-def read_runtime_env(path: Path) -> dict[str, Any]:
+def read_runtime_env(path: Path) -> JsonObject:
     import yaml
 
     try:

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from heliostat import backends
+from heliostat.agent.protocol import NodeReport
 from heliostat.cli.native import BackendCommand
 from heliostat.cli.options import cluster_options, common, read_config, refuse_wait_timeout, wait_timeout
 from heliostat.cli.output import Output, table
 from heliostat.cluster.manager import ClusterManager
+from heliostat.common.documents import JsonObject
 from heliostat.common.errors import PartialFailure, StillStarting, UsageError
 from heliostat.common.units import count, format_bytes
 from heliostat.state.states import NodeState
@@ -69,14 +71,14 @@ def command(
     out.data(view.address or "")
 
 
-def summary(view: View) -> dict[str, Any]:
-    connection = view.folder.connection() or {}
+def summary(view: View) -> JsonObject:
+    connection = view.folder.connection()
     return {
         "name": view.record.name,
         "backend": view.record.backend,
         "state": str(view.state),
         "address": view.address,
-        "dashboard_port": connection.get("dashboard_port"),
+        "dashboard_port": connection["dashboard_port"] if connection else None,
         "nodes": len(view.record.nodes),
         "alive": view.alive(),
         "folder": str(view.folder.path),
@@ -89,7 +91,7 @@ def show_hosts(out: Output, view: View) -> None:
         return
     rows, cpus, gpus, gpu_memory = [], 0, 0, 0
     for node in view.record.nodes.values():
-        status: dict[str, Any] = (view.live.get("nodes") or {}).get(node.name) or {}
+        status: NodeReport = (view.live.get("nodes") or {}).get(node.name) or {}
         is_ready = node.state is NodeState.READY
         resources = (status.get("resources") or {}) if is_ready else {}
         devices = (status.get("gpus") or []) if is_ready else []

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
+from typing import TYPE_CHECKING, Protocol, TypeGuard
 
+from heliostat.agent.protocol import Request
 from heliostat.backends.base import Backend, Handle, Platform
+from heliostat.common.documents import JsonMapping
 from heliostat.state.records import Record
 from heliostat.state.store import ClusterDirectory, Store
 
@@ -43,7 +44,7 @@ class Access:
         backend = self.backend(record)
         return backend if _is_platform(backend) else None
 
-    def gateway(self, table: Mapping[str, Any]) -> Ssh | None:
+    def gateway(self, table: JsonMapping) -> Ssh | None:
         """The host that the backend's table names in `via`; None: the backend is reached from this machine."""
         via = table.get("via")
         if not via:
@@ -109,7 +110,7 @@ class Access:
         """The cluster's remote directory, if this object has used it before."""
         return self._mirrors.get(record.id)
 
-    def send_request(self, folder: ClusterDirectory, request: dict[str, Any]) -> None:
+    def send_request(self, folder: ClusterDirectory, request: Request) -> None:
         """Writes a request for the head's agent into the cluster's directory."""
         (self.mirror(folder, folder.record()) or folder).add_request(request)
 

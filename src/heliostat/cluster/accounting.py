@@ -6,6 +6,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from heliostat.agent.protocol import ClusterReport, JobReport, NodeReport
+from heliostat.common.documents import JobRecord
 from heliostat.state.records import Record
 from heliostat.state.states import TERMINAL, ClusterState, NodeState
 
@@ -28,7 +30,7 @@ def cost_of(record: Record, node_hours: float | None, groups: Sequence[str | Non
     return round(node_hours * sum(prices) / len(prices), 4)
 
 
-def note_ready(record: Record, live: Json) -> None:
+def note_ready(record: Record, live: ClusterReport) -> None:
     """Records when the cluster became ready: the head's time, since commands may observe it later."""
     if record.ready is None:
         ready = live.get("ready") or (live.get("job") or {}).get("started")
@@ -36,7 +38,7 @@ def note_ready(record: Record, live: Json) -> None:
             record.ready = float(ready or time.time())
 
 
-def note_joins(record: Record, live: Json) -> None:
+def note_joins(record: Record, live: ClusterReport) -> None:
     """Records ready, ended, seconds, node_seconds, status and exit_code of each join. Called before its nodes are removed
     from the record, and again when the cluster has ended."""
     table = live.get("nodes") or {}
@@ -55,7 +57,9 @@ def note_joins(record: Record, live: Json) -> None:
         _note_command(join, (table.get(names[0]) or {}).get("job") or {})
 
 
-def _span(record: Record, status: Json, name: str, end: float | None) -> tuple[float, float | None] | None:
+def _span(
+    record: Record, status: NodeReport, name: str, end: float | None
+) -> tuple[float, float | None] | None:
     """(when the node became ready, when it ended); None: it was never ready. end: of the cluster."""
     if not status.get("ready"):
         return None
@@ -67,8 +71,9 @@ def _span(record: Record, status: Json, name: str, end: float | None) -> tuple[f
     return float(status["ready"]), end
 
 
-def _note_command(join: Json, job: Json) -> None:
-    if job.get("started") and job.get("ended"):
-        join["seconds"] = round(max(0.0, job["ended"] - job["started"]), 3)
+def _note_command(join: JobRecord, job: JobReport) -> None:
+    started, ended = job.get("started"), job.get("ended")
+    if started and ended:
+        join["seconds"] = round(max(0.0, ended - started), 3)
     if job.get("exit_code") is not None:
         join["exit_code"], join["status"] = job["exit_code"], job["status"]

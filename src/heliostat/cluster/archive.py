@@ -69,8 +69,9 @@ class Archiver:
         for job in record.jobs:
             if job["id"] in last and not job.get("status"):
                 # a job that was not final ended with the cluster
-                stopped = {} if last[job["id"]]["status"] in FINAL else {"status": "STOPPED"}
-                job.update(last[job["id"]], **stopped)
+                ended = last[job["id"]]
+                job["seconds"], job["exit_code"] = ended["seconds"], ended["exit_code"]
+                job["status"] = ended["status"] if ended["status"] in FINAL else "STOPPED"
         note_joins(record, view.live)
         if not self._access.is_collected(record):  # it ended by itself: `cancel` was not called
             self._remove_leftovers(view.folder, record)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from heliostat.backends.base import Handle
 from heliostat.cluster.access import Access
 from heliostat.cluster.view import View, head_of
+from heliostat.common.documents import JsonObject
 from heliostat.common.errors import HeliostatError
 from heliostat.remote import tls
 from heliostat.remote.transport import Proxied, Transport
@@ -28,7 +29,7 @@ class Connector:
         from heliostat.remote.ray_client import RayApi
 
         view.require_running()
-        connection = view.folder.connection() or {}
+        connection = view.folder.require_connection()
         token = view.folder.read_token()
         if token is None and connection["env"]["RAY_AUTH_MODE"] == "token":
             raise HeliostatError(
@@ -38,16 +39,16 @@ class Connector:
             )
         reach, hub = self._transport_to_head(view), connection.get("hub")
         if hub is None:  # the platform started Ray, or an older version of the agent did
-            host, port = reach.forward("127.0.0.1", int(connection["dashboard_port"]))
+            host, port = reach.forward("127.0.0.1", connection["dashboard_port"])
             proxy_error = reach.proxy_error if isinstance(reach, Proxied) else None
             return RayApi(host, port, token, name=view.record.name, proxy_error=proxy_error)
         context = None
         if hub.get("tls"):
             context = functools.partial(tls.context, lambda name: (view.folder.tls / name).read_bytes())
         dial = relay.dialer(reach.forward, hub, token or view.record.id, context)
-        return RayApi(hub["ip"], int(hub["port"]), None, name=view.record.name, dial=dial)
+        return RayApi(hub["ip"], hub["port"], None, name=view.record.name, dial=dial)
 
-    def environment(self, view: View) -> dict[str, Any] | None:
+    def environment(self, view: View) -> JsonObject | None:
         """The variables of a Ray program on this host that uses the cluster. None: the cluster has no connection yet."""
         connection = view.folder.connection()
         if connection is None:

@@ -6,13 +6,14 @@ import json
 import secrets
 import time
 from collections.abc import Mapping
-from typing import Any
 
 import yaml
 
+from heliostat.agent.protocol import CommandConfig
 from heliostat.cluster import planner
 from heliostat.cluster.access import Access
 from heliostat.cluster.view import View
+from heliostat.common.documents import JsonMapping, JsonObject
 from heliostat.common.errors import HeliostatError
 from heliostat.common.events import Emit, Event
 from heliostat.common.units import format_duration
@@ -33,7 +34,7 @@ class Creator:
     def create(
         self,
         spec: ClusterSpec,
-        command: dict[str, Any] | None,
+        command: CommandConfig | None,
         cluster_id: str | None = None,
         secret_files: Mapping[str, str | bytes] | None = None,
     ) -> ClusterDirectory:
@@ -138,7 +139,7 @@ class Creator:
             )
 
 
-def check_same_spec(view: View, spec: ClusterSpec, command: dict[str, Any] | None) -> None:
+def check_same_spec(view: View, spec: ClusterSpec, command: CommandConfig | None) -> None:
     """Raises HeliostatError unless the existing cluster is the one that the spec describes."""
     record = view.record
     is_same_kind = command is None and record.kind == "up" and record.target == "up"
@@ -157,10 +158,10 @@ def check_same_spec(view: View, spec: ClusterSpec, command: dict[str, Any] | Non
     )
 
 
-def _without_hosts(spec: ClusterSpec) -> dict[str, Any]:
+def _without_hosts(spec: ClusterSpec) -> JsonObject:
     return {key: value for key, value in planner.spec_json(spec).items() if key not in ("hosts", "nodes")}
 
 
-def _without_sizes(spec: Mapping[str, Any]) -> dict[str, Any]:
+def _without_sizes(spec: JsonMapping) -> JsonObject:
     groups = {name: {**group, "nodes": None} for name, group in (spec.get("groups") or {}).items()}
     return {**spec, "nodes": None, "groups": groups}

@@ -16,11 +16,12 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from heliostat.agent.protocol import RefusalCause
 from heliostat.cluster import planner
 from heliostat.cluster.access import Access
+from heliostat.common.documents import JsonObject
 from heliostat.common.errors import HeliostatError, Interrupted, PartialFailure, UsageError
 from heliostat.common.events import Emit, Event
 from heliostat.common.shell import SAFE
@@ -92,7 +93,7 @@ class Outcome:
             "nothing": f"has Ray {self.ray} already",
         }.get(self.done or "", self.error)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         return {key: getattr(self, key) or None for key in ("name", "python", "ray", "done", "error")}
 
 
@@ -229,7 +230,7 @@ def wheels(environment: Environment) -> list[Path]:
     return sorted(path for path in folder.glob("*") if path.name.endswith((".whl", ".tar.gz")))
 
 
-def request(target: Target, *, upgrade: bool = True, check_only: bool = False) -> dict[str, Any]:
+def request(target: Target, *, upgrade: bool = True, check_only: bool = False) -> JsonObject:
     """The request to the agent. check_only: it reports whether wheels are needed, and installs nothing."""
     wanted = target.environment
     container = None
@@ -251,7 +252,7 @@ def request(target: Target, *, upgrade: bool = True, check_only: bool = False) -
     }
 
 
-def files(target: Target, asked: dict[str, Any]) -> dict[str, bytes]:
+def files(target: Target, asked: JsonObject) -> dict[str, bytes]:
     """The files that are sent to the host with this request, by name."""
     wanted = target.environment
     python = "python3" if wanted.conda else target.python
@@ -292,7 +293,7 @@ def _install(target: Target, upgrade: bool) -> Outcome:
         return Outcome(target.name, error=str(error), hint=error.hint)
 
 
-def probe(target: Target) -> dict[str, Any]:
+def probe(target: Target) -> JsonObject:
     """The agent's report of the host, from the environment that a node would use; {"ok": False, "reason"} if it cannot run."""
     script = agent_script(target.environment, Path("agent.pyz"), "probe", python=target.python)
     return _run(target, {**_parts(script), "request.json": b"{}"}, PROBE_S)
@@ -302,11 +303,11 @@ def _parts(script: BatchScript) -> dict[str, bytes]:
     return {"agent.pyz": planner.agent_archive(), "setup.sh": script.render().encode()}
 
 
-def _ask(target: Target, asked: dict[str, Any]) -> dict[str, Any]:
+def _ask(target: Target, asked: JsonObject) -> JsonObject:
     return _run(target, files(target, asked), INSTALL_S + 60)
 
 
-def _run(target: Target, sent: dict[str, bytes], timeout_s: float) -> dict[str, Any]:
+def _run(target: Target, sent: dict[str, bytes], timeout_s: float) -> JsonObject:
     done = target.host.run(["sh", "-c", SAFE + _SETUP], input=tar(sent), timeout=timeout_s)
     try:
         return dict(json.loads(done.out.strip().splitlines()[-1]))
@@ -315,7 +316,7 @@ def _run(target: Target, sent: dict[str, bytes], timeout_s: float) -> dict[str, 
         return {"ok": False, "reason": lines[-1][:300] if lines else done.describe()}
 
 
-def _outcome(target: Target, answer: dict[str, Any]) -> Outcome:
+def _outcome(target: Target, answer: JsonObject) -> Outcome:
     if not answer["ok"]:
         reason = answer.get("reason") or answer.get("error") or "it gave no reason"
         return Outcome(target.name, error=reason, hint=_hint(answer.get("cause"), reason, target))

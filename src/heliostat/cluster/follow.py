@@ -61,10 +61,9 @@ class CommandFollower:
             job = command_status(folder.state(), tail.job_id)
             pause = MIN_PAUSE_S if tail.drain() else min(MAX_PAUSE_S, pause * 1.5)
             # a command that was stopped may run again: a scheduler that took the nodes back queues the job again
-            if job.get("exit_code") is not None and (
-                job.get("status") != "STOPPED" or self._is_over(folder, tail.job_id)
-            ):
-                return int(job["exit_code"])
+            code = job.get("exit_code")
+            if code is not None and (job.get("status") != "STOPPED" or self._is_over(folder, tail.job_id)):
+                return code
             if self._clock.monotonic() - observed > OBSERVE_S:
                 observed = self._clock.monotonic()
                 view = self._observer.observe_or_archived(folder)

@@ -9,10 +9,11 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from heliostat.cluster.status import run_job, without_driver
 from heliostat.cluster.view import View, end_reason, head_of
+from heliostat.common.documents import JobInfo, JobRecord, JsonObject
 from heliostat.common.errors import DeadlineError, DiskError, HeliostatError, NotFoundError, UsageError
 from heliostat.common.events import Emit, Event
 from heliostat.common.shell import quote
@@ -89,7 +90,7 @@ class Jobs:
         self._access, self._observer, self._connector = access, observer, connector
         self._emit, self._clock = emit, clock
 
-    def list(self, name: str) -> list[dict[str, Any]]:
+    def list(self, name: str) -> list[JobInfo]:
         """The jobs of a cluster, newest first, with the command of a `run`."""
         view = self._observer.find(name)
         jobs = without_driver(self._connector.ray_api(view).jobs(), view.run)
@@ -102,7 +103,7 @@ class Jobs:
         *,
         working_dir: Path | None = None,
         env: dict[str, str] | None = None,
-        runtime_env: dict[str, Any] | None = None,
+        runtime_env: JsonObject | None = None,
         job_id: str | None = None,
         here: bool = False,
     ) -> str:
@@ -147,7 +148,7 @@ class Jobs:
         """Whether the head sees the caller's directory under the same path."""
         return view.record.remote_dir is None and self._access.backend(view.record).shares_files
 
-    def record(self, folder: ClusterDirectory, job: dict[str, Any]) -> None:
+    def record(self, folder: ClusterDirectory, job: JobRecord) -> None:
         """Records what is known of a job, for the history. A failure is only reported: the job runs all the same."""
         try:
             with folder.lock():
@@ -203,12 +204,16 @@ class Jobs:
             ) from None
         folder = self._access.store.find(name)
         if folder is not None:
-            self.record(folder, {key: job[key] for key in ("id", "status", "exit_code", "seconds")})
+            ended: JobRecord = {
+                "id": job["id"],
+                "status": job["status"],
+                "exit_code": job["exit_code"],
+                "seconds": job["seconds"],
+            }
+            self.record(folder, ended)
         return 0 if job["status"] == "SUCCEEDED" else int(job["exit_code"] or 1)
 
-    def _follow_job(
-        self, cluster: _WatchedCluster, job_id: str, write: Callable[[bytes], None]
-    ) -> dict[str, Any]:
+    def _follow_job(self, cluster: _WatchedCluster, job_id: str, write: Callable[[bytes], None]) -> JobInfo:
         """The job at its end. A head that does not answer is asked again for PATIENCE_S."""
         written, silent_since = 0, None  # type: int, float | None
         while True:
@@ -262,5 +267,6 @@ def _check_head_memory(api: RayApi, directory: Path, size: int) -> None:
     """Raises UsageError for a package that is too large for the head's memory, if Ray reports it."""
     head = next((node for node in api.nodes() if node["is_head"]), None)
     used, total = (head["host"]["memory"] if head else None) or (0, 0)
-    if total and size > upload_limit.limit(total - used):
-        raise upload_limit.refuse(directory, size, total - used)
+    free = int(total - used)
+    if total and size > upload_limit.limit(free):
+        raise upload_limit.refuse(directory, size, free)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from heliostat.agent.protocol import CommandConfig
 from heliostat.cluster import planner
 from heliostat.cluster.readiness import POLL_S, ReadinessDeadline
 from heliostat.cluster.scaling import LEAVE_S, check_total
@@ -54,7 +55,7 @@ class Joins:
         self,
         name: str,
         spec: ClusterSpec,
-        command: dict[str, Any] | None,
+        command: CommandConfig | None,
         write: Write,
         *,
         wait: bool = True,
@@ -82,7 +83,7 @@ class Joins:
             tail.drain()
             raise Interrupted(f"interrupted; the nodes of `{join_id}` have left `{name}`") from None
 
-    def join(self, name: str, spec: ClusterSpec, command: dict[str, Any] | None) -> tuple[View, str]:
+    def join(self, name: str, spec: ClusterSpec, command: CommandConfig | None) -> tuple[View, str]:
         """Launches `spec.nodes` nodes for a running cluster: (the cluster, the join's id).
 
         The command runs on the first of them when all are ready; they leave when it ends."""
@@ -102,8 +103,10 @@ class Joins:
                 member.model_copy(update={"name": f"{join_id}-{i}"})
                 for i, member in enumerate(worker_members(spec, spec.nodes), 1)
             ]
-            placed = {"id": join_id, "on": nodes[0].name, "nodes": [node.name for node in nodes]}
-            work = {**command, **placed} if command else None
+            names = [node.name for node in nodes]
+            work: CommandConfig | None = (
+                {**command, "id": join_id, "on": names[0], "nodes": names} if command else None
+            )
             request, plan = self._planner.plan(spec, nodes, record.id, work, record.launches)
             record = _record_join(folder, record, join_id, nodes, command)
             self._launcher.launch(folder, record, request, plan)
@@ -178,7 +181,7 @@ def _record_join(
     planned: Record,
     join_id: str,
     nodes: list[Member],
-    command: dict[str, Any] | None,
+    command: CommandConfig | None,
 ) -> Record:
     """Adds the nodes of a join to the record; what other commands wrote since the plan stays."""
     now, text = time.time(), f"{join_id} joins with {count(len(nodes), 'node')}"

@@ -7,13 +7,13 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from heliostat.backends.base import Handle, LaunchRequest, Plan
 from heliostat.cluster import planner
 from heliostat.cluster.access import Access
 from heliostat.cluster.observe import Observer
 from heliostat.cluster.platform_sync import handle_of
+from heliostat.common.documents import JsonObject
 from heliostat.common.errors import HeliostatError, NotFoundError, PartialFailure
 from heliostat.common.events import Emit, Event
 from heliostat.remote import tls
@@ -66,7 +66,7 @@ class Launcher:
         record: Record,
         request: LaunchRequest,
         plan: Plan,
-        replaced: Sequence[dict[str, Any]] = (),
+        replaced: Sequence[JsonObject] = (),
     ) -> None:
         """Writes the plan's files and runs its steps; records each handle as soon as it exists. The caller holds the lease;
         the record is locked only while a handle is written. replaced: handles that the new ones replace."""
@@ -150,7 +150,7 @@ def _forget_reports(folder: ClusterDirectory, names: Sequence[str]) -> None:
 
 
 def _record_launched(
-    folder: ClusterDirectory, record: Record, names: Sequence[str], replaced: Sequence[dict[str, Any]]
+    folder: ClusterDirectory, record: Record, names: Sequence[str], replaced: Sequence[JsonObject]
 ) -> None:
     """Records the last handle and the launched nodes; what other commands wrote meanwhile stays. Raises NotFoundError if
     the cluster has ended, or is to be terminated."""

@@ -7,9 +7,10 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from heliostat.cluster.view import head_of
+from heliostat.common.documents import JobInfo, select
 from heliostat.common.errors import AccessDenied, HeliostatError
 from heliostat.state.records import Record
 from heliostat.state.store import ClusterDirectory
@@ -66,14 +67,14 @@ class LogCollector:
         jobs = [job for job in api.jobs() if job["kind"] == "job"]
         if self.over.is_set():
             return
-        self.sync.note(jobs=[{key: job[key] for key in KEYS} for job in jobs])
+        self.sync.note(jobs=[select(job, KEYS) for job in jobs])
         directory = self.folder.logs / head_of(self.record).name
         directory.mkdir(mode=0o700, exist_ok=True)
         for job in jobs[:MAX_JOBS]:
             with open(directory / f"job-driver-{job['id']}.log", "wb") as stream:
                 self._copy_output(api, job, stream.write)
 
-    def _copy_output(self, api: RayApi, job: dict[str, Any], write: Callable[[bytes], object]) -> None:
+    def _copy_output(self, api: RayApi, job: JobInfo, write: Callable[[bytes], object]) -> None:
         for chunk in api.output(job["id"], follow=False):
             if self.over.is_set():
                 return

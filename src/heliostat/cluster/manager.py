@@ -9,12 +9,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from heliostat import backends
+from heliostat.agent.protocol import CommandConfig
 from heliostat.cluster.access import Access, BackendRegistry
 from heliostat.cluster.archive import Archiver
 from heliostat.cluster.observe import Observer
+from heliostat.common.documents import ClusterStatus, JsonObject
 from heliostat.common.events import Emit
 from heliostat.remote.transport import Local, Transport
 from heliostat.state.records import Record
@@ -91,7 +93,7 @@ class ClusterManager:
         """The records of all clusters: the present ones, then the ended ones, latest end first."""
         return self.archiver.history()
 
-    def status(self, name: str) -> dict[str, Any]:
+    def status(self, name: str) -> ClusterStatus:
         """The document of `heliostat status --json`."""
         from heliostat.cluster.status import StatusReporter
 
@@ -103,7 +105,7 @@ class ClusterManager:
         """The dashboard and Jobs API of the cluster."""
         return self._connector.ray_api(view)
 
-    def environment(self, view: View) -> dict[str, Any] | None:
+    def environment(self, view: View) -> JsonObject | None:
         """The variables of a Ray program on this host that uses the cluster. None: the cluster has no connection yet."""
         return self._connector.environment(view)
 
@@ -114,7 +116,7 @@ class ClusterManager:
     # -- life cycle
 
     def plan(
-        self, spec: ClusterSpec, command: dict[str, Any] | None = None, *, standalone: bool = False
+        self, spec: ClusterSpec, command: CommandConfig | None = None, *, standalone: bool = False
     ) -> tuple[LaunchRequest, Plan]:
         """The launch request and the plan for a new cluster. standalone: for a script that is submitted by hand."""
         return self.planner.plan(spec, command=command, standalone=standalone)
@@ -123,7 +125,7 @@ class ClusterManager:
         self,
         spec: ClusterSpec,
         *,
-        command: dict[str, Any] | None = None,
+        command: CommandConfig | None = None,
         wait: bool = True,
         wait_timeout_s: float | None = None,
     ) -> View:
@@ -149,7 +151,7 @@ class ClusterManager:
     def run(
         self,
         spec: ClusterSpec,
-        command: dict[str, Any],
+        command: CommandConfig,
         write: Write,
         *,
         detach: bool = False,
@@ -162,7 +164,7 @@ class ClusterManager:
         self,
         name: str,
         spec: ClusterSpec,
-        command: dict[str, Any] | None,
+        command: CommandConfig | None,
         write: Write,
         *,
         wait: bool = True,

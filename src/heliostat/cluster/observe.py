@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from heliostat.agent.protocol import StopReason
+from heliostat.agent.protocol import ClusterReport, NodeReport, StopReason, Warned
 from heliostat.backends.base import Handle, Observation
 from heliostat.cluster.access import Access
 from heliostat.cluster.accounting import note_joins, note_ready
 from heliostat.cluster.platform_sync import DEMAND, PlatformSync, handle_of, new_nodes
 from heliostat.cluster.resolve import find_cause, needs_report, resolve_platform_state, resolve_state
 from heliostat.cluster.view import View, group_alike, make_move
+from heliostat.common.documents import EventRow
 from heliostat.common.errors import DeadlineError, DiskError, HeliostatError, NotFoundError
 from heliostat.common.events import Emit, Event
 from heliostat.state.records import NodeRecord, Record
@@ -50,7 +51,7 @@ class _Evidence:
     folder: ClusterDirectory
     record: Record
     seen: dict[str, Observation]  # by native id
-    live: dict[str, Any]  # what the head wrote
+    live: ClusterReport  # what the head wrote
     shared: set[str]  # native ids of handles with several nodes
     on_platform: bool
 
@@ -89,7 +90,8 @@ class Observer:
             _note_end(evidence)
         if moves and save:
             self._write_moves(folder, record, moves)
-        self._emit_warning(folder, record, live.get("warned") or {})
+        if warned := live.get("warned"):
+            self._emit_warning(folder, record, warned)
         return View(folder, record, live)
 
     def find_or_archived(self, name: str) -> View:
@@ -173,7 +175,7 @@ class Observer:
         return _Evidence(folder, record, seen, live, shared, on_platform)
 
     def _ask_backend(
-        self, folder: ClusterDirectory, record: Record, handles: list[Handle], live: dict[str, Any]
+        self, folder: ClusterDirectory, record: Record, handles: list[Handle], live: ClusterReport
     ) -> dict[str, Observation]:
         """The backend's observations of the handles. A scheduler is asked when the head's state changed, and else at growing
         intervals, even if the caller polls ten times a second."""
@@ -197,7 +199,7 @@ class Observer:
         return {**{job: _RUNS if job in silent else one for job, one in last.seen.items()}, **known}
 
     def _known_observations(
-        self, record: Record, handles: list[Handle], live: dict[str, Any]
+        self, record: Record, handles: list[Handle], live: ClusterReport
     ) -> dict[str, Observation]:
         """Observations that need no question: handles that were observed to end; and, where the copied directory shows that
         the head lives, the head and the nodes that it has contact with."""
@@ -219,7 +221,7 @@ class Observer:
 
     # -- states
 
-    def _resolve_node(self, evidence: _Evidence, node: NodeRecord) -> dict[str, Any] | None:
+    def _resolve_node(self, evidence: _Evidence, node: NodeRecord) -> EventRow | None:
         """Updates the node; the event of its change of state, if it changed."""
         if node.state in TERMINAL or node.handle is None:
             return None
@@ -231,7 +233,7 @@ class Observer:
         # after the head's end its table is out of date
         table = {} if live.get("ended") else live.get("nodes") or {}
         row = table.get(node.name) or {}
-        report = dict(seen.report)
+        report: NodeReport = seen.report
         if not report and needs_report(node, seen, row) and not evidence.on_platform:
             report = evidence.folder.node_report(node.name)
         from_platform = (
@@ -269,7 +271,7 @@ class Observer:
 
     # -- the record
 
-    def _write_moves(self, folder: ClusterDirectory, record: Record, moves: list[dict[str, Any]]) -> None:
+    def _write_moves(self, folder: ClusterDirectory, record: Record, moves: list[EventRow]) -> None:
         try:
             with folder.lock(OBSERVE_LOCK_S):
                 _merge_moves(folder, record, moves)
@@ -283,7 +285,7 @@ class Observer:
             data = {**move, "names": names_of.get(id(move), "")}
             self._emit(Event("move", f"{move['to']}", move["node"], data))
 
-    def _emit_warning(self, folder: ClusterDirectory, record: Record, warned: dict[str, Any]) -> None:
+    def _emit_warning(self, folder: ClusterDirectory, record: Record, warned: Warned) -> None:
         """Emits a warning of the head's agent (the time limit is near) once."""
         at = float(warned.get("at") or 0)
         if at <= record.warned:
@@ -298,7 +300,7 @@ class Observer:
         self._emit(Event("note", f"`{record.name}`: {warned.get('text', '')}"))
 
 
-def _merge_moves(folder: ClusterDirectory, record: Record, moves: list[dict[str, Any]]) -> None:
+def _merge_moves(folder: ClusterDirectory, record: Record, moves: list[EventRow]) -> None:
     """Writes the changes of state into the record on disk. What other commands wrote meanwhile stays."""
     fresh = folder.record()
     for move in moves:

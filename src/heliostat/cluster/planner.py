@@ -11,7 +11,7 @@ import os
 import secrets
 import sys
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -21,8 +21,10 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked
 
 from heliostat import backends
+from heliostat.agent.protocol import CommandConfig
 from heliostat.backends.base import LaunchRequest, Plan
 from heliostat.cluster.access import Access
+from heliostat.common.documents import JsonMapping, JsonObject
 from heliostat.common.errors import UsageError
 from heliostat.common.units import parse_window
 from heliostat.config import loader
@@ -47,7 +49,7 @@ class Planner:
         spec: ClusterSpec,
         nodes: Sequence[Member] | None = None,
         cluster_id: str = NO_ID,
-        command: dict[str, Any] | None = None,
+        command: CommandConfig | None = None,
         launch: int = 1,
         standalone: bool = False,
     ) -> tuple[LaunchRequest, Plan]:
@@ -65,8 +67,8 @@ class Planner:
         is_remote = folder.path.parent != store.clusters and not standalone
         if is_remote and command and not command.get("package"):
             name = command.get("id", "run")
-            paths = {"cwd": folder.path / "work" / name, "package": folder.path / f"{name}.zip"}
-            command = {**command, **{key: path.as_posix() for key, path in paths.items()}}
+            work, package = folder.path / "work" / name, folder.path / f"{name}.zip"
+            command = {**command, "cwd": work.as_posix(), "package": package.as_posix()}
         home = gateway.home if gateway else None
         return plan(folder, spec, nodes, cluster_id, command, launch, host, standalone, home)
 
@@ -76,7 +78,7 @@ def plan(
     spec: ClusterSpec,
     nodes: Sequence[Member] | None = None,
     cluster_id: str = NO_ID,
-    command: dict[str, Any] | None = None,
+    command: CommandConfig | None = None,
     launch: int = 1,
     host: Transport | None = None,
     standalone: bool = False,
@@ -144,7 +146,7 @@ def backend_schema(backend: str) -> TypeAdapter[Any]:
     )
 
 
-def backend_options(spec: ClusterSpec, more: Mapping[str, Any] | None = None) -> Any:
+def backend_options(spec: ClusterSpec, more: JsonMapping | None = None) -> Any:
     """The backend's own table, validated. more: the options of a group."""
     known = [field.name for field in fields(backends.load(spec.on).Options)]
     try:
@@ -159,13 +161,13 @@ def agent_config(
     folder: ClusterDirectory,
     spec: ClusterSpec,
     cluster_id: str,
-    command: dict[str, Any] | None,
+    command: CommandConfig | None,
     home: Path | None = None,
-) -> dict[str, Any]:
+) -> JsonObject:
     """The configuration of every agent of the cluster; the backend adds what differs between nodes. Contains no secret."""
     window = spec.network.window()
     environment = spec.environment
-    more: dict[str, Any] = {}
+    more: JsonObject = {}
     if environment.container:
         more["container"] = {
             "image": image(environment, home, check=home is None and backends.load(spec.on).shares_files),
@@ -232,9 +234,9 @@ def image(environment: Environment, home: Path | None = None, check: bool = Fals
     return str(path)
 
 
-def spec_json(spec: ClusterSpec) -> dict[str, Any]:
+def spec_json(spec: ClusterSpec) -> JsonObject:
     """The spec as the record keeps it: the keys that were set, and the backend's own table."""
-    given: dict[str, Any] = json.loads(spec.model_dump_json(exclude_unset=True))
+    given: JsonObject = json.loads(spec.model_dump_json(exclude_unset=True))
     if spec.environment.container and not spec.backend_tables.get(spec.on, {}).get("via"):
         # a later command may run in another directory
         given["environment"]["container"] = image(spec.environment)

@@ -9,9 +9,10 @@ import os
 import threading
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from heliostat.backends.base import Handle, Platform
+from heliostat.common.documents import JsonMapping, JsonObject
 from heliostat.common.errors import Code, NotFoundError, Refused
 from heliostat.state.files import write_atomic
 from heliostat.state.records import NodeRecord, Record
@@ -82,7 +83,7 @@ class PlatformSync:
         elif status.connection != self.folder.connection():
             self._write("connection.json", status.connection)
 
-    def _update(self, changes: Mapping[str, Any], cluster_id: str | None, timeout_s: float) -> None:
+    def _update(self, changes: JsonMapping, cluster_id: str | None, timeout_s: float) -> None:
         """Changes these keys of `state.json`, which other commands change too: all other keys stay.
 
         cluster_id: the cluster of this state; another cluster may use the directory by now."""
@@ -93,7 +94,7 @@ class PlatformSync:
                 )
             self._write("state.json", {**self.folder.state(), **changes})
 
-    def _write(self, name: str, document: Mapping[str, Any]) -> None:
+    def _write(self, name: str, document: JsonMapping) -> None:
         write_atomic(self.folder.path / name, json.dumps(document, indent=1) + "\n")
 
     def pull_logs(self, handle: Handle, node: str, over: threading.Event | None = None) -> None:
@@ -110,12 +111,12 @@ class PlatformSync:
                 with open(os.open(directory / name, flags, 0o600), "ab") as stream:
                     stream.write(data)
 
-    def note(self, **keys: Any) -> None:
+    def note(self, **keys: object) -> None:
         """Adds these keys to `state.json`: the jobs at the end, the command of a `run`."""
         self._update(keys, None, NOTE_LOCK_S)
 
 
-def new_nodes(record: Record, table: Mapping[str, Mapping[str, Any]]) -> list[NodeRecord]:
+def new_nodes(record: Record, table: Mapping[str, JsonMapping]) -> list[NodeRecord]:
     """Nodes that the platform has and the record has not: the autoscaler added them."""
     handle = handle_of(record)
     return [
@@ -128,7 +129,7 @@ def new_nodes(record: Record, table: Mapping[str, Mapping[str, Any]]) -> list[No
     ]  # fmt: skip
 
 
-def _restart_warning(record: Record, nodes: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
+def _restart_warning(record: Record, nodes: Mapping[str, JsonMapping]) -> JsonObject | None:
     """The warning of nodes that were restarted in place since the last recorded warning."""
     fresh = {name: row for name, row in nodes.items() if float(row.get("restarted") or 0) > record.warned}
     if not fresh:
@@ -137,7 +138,7 @@ def _restart_warning(record: Record, nodes: Mapping[str, Mapping[str, Any]]) -> 
     return {"at": at, "text": "; ".join(f"{name}: {row['restart']}" for name, row in fresh.items())}
 
 
-def _with_since(row: Mapping[str, Any], before: Mapping[str, Any] | None) -> dict[str, Any]:
+def _with_since(row: JsonMapping, before: JsonMapping | None) -> JsonObject:
     """The row with the time of its last change; a new machine under the same name is a change."""
     same = before is not None and all(before.get(key) == row.get(key) for key in ("state", "id"))
     return {**row, "since": before["since"] if same and before else time.time()}

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from typing import Any
 
+from heliostat.agent.protocol import NodeReport
 from heliostat.backends.base import Observation
 from heliostat.state.records import NodeRecord
 from heliostat.state.states import TERMINAL, NodeState
@@ -16,8 +15,8 @@ N = NodeState
 def resolve_state(
     node: NodeRecord,
     seen: Observation,
-    live: Mapping[str, Any],
-    report: Mapping[str, Any],
+    live: NodeReport,
+    report: NodeReport,
     wanted: bool,
     alone: bool = True,
 ) -> tuple[N, str, float]:
@@ -26,7 +25,7 @@ def resolve_state(
     seen: the backend's answer for the node's handle. live: the node in the head's table. report: the last that the node's
     own agent wrote. wanted: no command has asked for its end. alone: no other node has its handle, so that both end together.
     """
-    live, report = (said if int(said.get("launch") or 0) == node.launch else {} for said in (live, report))
+    live, report = _of_launch(live, node), _of_launch(report, node)
     reported = N.__members__.get(str(report.get("state")))
     if seen.state is N.GONE:
         if reported in TERMINAL and reported is not None:
@@ -48,13 +47,18 @@ def resolve_state(
     return state, reason, since
 
 
-def find_cause(node: NodeRecord, *evidence: Mapping[str, Any]) -> str:
+def _of_launch(report: NodeReport, node: NodeRecord) -> NodeReport:
+    """The report, if it is of the node's current launch."""
+    return report if int(report.get("launch") or 0) == node.launch else {}
+
+
+def find_cause(node: NodeRecord, *evidence: NodeReport) -> str:
     """The code of the reason in the first document of this launch of the node that has one."""
     current = (one for one in evidence if int(one.get("launch") or 0) == node.launch)
     return next((str(one["cause"]) for one in current if one.get("cause")), "")
 
 
-def needs_report(node: NodeRecord, seen: Observation, live: Mapping[str, Any]) -> bool:
+def needs_report(node: NodeRecord, seen: Observation, live: NodeReport) -> bool:
     """Whether the node's own report can change the result of `resolve_state`: reading a file per node is slow on a shared
     file system."""
     if seen.state in (N.QUEUED, N.UNKNOWN):
@@ -64,7 +68,7 @@ def needs_report(node: NodeRecord, seen: Observation, live: Mapping[str, Any]) -
     return seen.state is not N.ALLOCATED or state in (None, N.LOST, *TERMINAL)
 
 
-def resolve_platform_state(node: NodeRecord, status: Mapping[str, Any]) -> tuple[N, str, float] | None:
+def resolve_platform_state(node: NodeRecord, status: NodeReport) -> tuple[N, str, float] | None:
     """A node's (state, reason, since) where the platform starts Ray: its status is the only evidence. None: it has no status."""
     state = N.__members__.get(str(status.get("state")))
     if state is None:

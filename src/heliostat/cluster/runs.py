@@ -6,8 +6,9 @@ import contextlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from heliostat.agent.protocol import CommandConfig
 from heliostat.cluster.platform_sync import handle_of
 from heliostat.cluster.view import RUN, View, head_of
 from heliostat.common.errors import DiskError, HeliostatError, NotFoundError
@@ -47,7 +48,7 @@ class Runs:
     def run(
         self,
         spec: ClusterSpec,
-        command: dict[str, Any],
+        command: CommandConfig,
         write: Write,
         *,
         detach: bool = False,
@@ -93,7 +94,7 @@ class Runs:
     def _run_as_job(
         self,
         spec: ClusterSpec,
-        command: dict[str, Any],
+        command: CommandConfig,
         write: Write,
         detach: bool,
         wait_timeout_s: float | None,

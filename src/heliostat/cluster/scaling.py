@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from heliostat import backends
-from heliostat.agent.protocol import StopReason
+from heliostat.agent.protocol import Request, StopReason
 from heliostat.backends.base import Handle
 from heliostat.cluster import planner
 from heliostat.cluster.platform_sync import DEMAND, handle_of
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from heliostat.cluster.readiness import ReadinessWaiter
 
 N = NodeState
-LEAVE = {"do": "leave", "reason": "scaled down", "cause": StopReason.SCALED}
+LEAVE: Request = {"do": "leave", "reason": "scaled down", "cause": StopReason.SCALED}
 LEAVE_S = 120.0  # a drain takes up to 20 s, a slow scheduler somewhat longer
 
 
@@ -135,7 +135,7 @@ class Scaling:
         backend = self._access.backend(record)
         for node in names:
             if not any(node in h.nodes for h in whole):
-                self._access.send_request(folder, LEAVE | {"node": node})
+                self._access.send_request(folder, {**LEAVE, "node": node})
         if whole:
             backend.cancel(whole, self._access.host_of(record))
             self._observer.invalidate(folder, whole)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from heliostat.agent.protocol import CommandConfig
 from heliostat.cluster import planner
 from heliostat.cluster.create import check_same_spec
 from heliostat.cluster.view import View
@@ -54,7 +55,7 @@ class Starter:
         self,
         spec: ClusterSpec,
         *,
-        command: dict[str, Any] | None = None,
+        command: CommandConfig | None = None,
         wait: bool = True,
         wait_timeout_s: float | None = None,
         before_archive: Callable[[], object] = bool,
@@ -102,7 +103,7 @@ class Starter:
         return self.up(spec, wait_timeout_s=wait_timeout_s)
 
     def _find_or_create(
-        self, spec: ClusterSpec, command: dict[str, Any] | None, notes: Sequence[str]
+        self, spec: ClusterSpec, command: CommandConfig | None, notes: Sequence[str]
     ) -> tuple[ClusterDirectory, bool]:
         """(the directory of the spec's cluster, whether it was created here). Raises HeliostatError if the name is in use."""
         name = spec.cluster_name

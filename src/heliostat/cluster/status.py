@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
+from heliostat.agent.protocol import JobReport, NodeReport
+from heliostat.common.documents import ClusterStatus, JobInfo, NodeStatus, RayNode, select
 from heliostat.common.errors import JSON_SCHEMA, HeliostatError
 from heliostat.remote.ray_client import FINAL
 from heliostat.state.records import NodeRecord
@@ -18,12 +20,12 @@ class StatusReporter:
     def __init__(self, observer: Observer, connector: Connector) -> None:
         self._observer, self._connector = observer, connector
 
-    def status(self, name: str) -> dict[str, Any]:
+    def status(self, name: str) -> ClusterStatus:
         """The document of `heliostat status --json`. If the head does not answer, `problem` has the reason."""
         view = self._observer.find(name)
-        record, connection, pulse = view.record, view.folder.connection() or {}, view.folder.heartbeat()
+        record, connection, pulse = view.record, view.folder.connection(), view.folder.heartbeat()
         table = view.live.get("nodes") or {}
-        ray_nodes: dict[str, dict[str, Any]] = {}
+        ray_nodes: dict[str, RayNode] = {}
         jobs = [run_job(view.run)] if view.run else []
         sync = self._observer.platform_sync(view.folder, record)
         error: HeliostatError | None = sync.refusal if sync else None
@@ -48,37 +50,38 @@ class StatusReporter:
             "name": record.name,
             "backend": record.backend,
             "state": str(view.state),
-            "ray_version": connection.get("ray"),
+            "ray_version": connection["ray"] if connection else None,
             "address": view.address,
-            "dashboard_port": connection.get("dashboard_port"),
+            "dashboard_port": connection["dashboard_port"] if connection else None,
             "started": record.created,
             "time_left_s": pulse.get("time_left_s"),
             "idle_s": idle_s,
             "problem": str(error or ""),
             **({"remedy": f"{error.hint}\n{error.attachment}"} if error and error.attachment else {}),
             "nodes": [
-                _node(node, row, ray_nodes.get(node.name) or ray_nodes.get(str(row.get("ip"))) or {})
+                _node(node, row, ray_nodes.get(node.name) or ray_nodes.get(str(row.get("ip"))))
                 for node in record.nodes.values()
                 for row in [table.get(node.name, {})]
             ],
-            "jobs": [{key: job[key] for key in keys} for job in jobs],
+            "jobs": [cast("JobInfo", select(job, keys)) for job in jobs],
         }
 
 
-def run_job(job: dict[str, Any]) -> dict[str, Any]:
+def run_job(job: JobReport) -> JobInfo:
     """The command of a `run`, in the shape of Ray's jobs."""
     started = job.get("started")
     seconds = (job.get("ended") or time.time()) - started if started else None
-    return {**job, "kind": "run", "seconds": None if seconds is None else round(seconds, 3), "message": ""}
+    more = {"kind": "run", "seconds": None if seconds is None else round(seconds, 3), "message": ""}
+    return cast("JobInfo", {**job, **more})
 
 
-def without_driver(jobs: list[dict[str, Any]], run: dict[str, Any]) -> list[dict[str, Any]]:
+def without_driver(jobs: list[JobInfo], run: JobReport) -> list[JobInfo]:
     """Ray's jobs without the driver of a `run`, which is listed separately."""
     pid = run.get("pid")
     return [job for job in jobs if pid is None or job["kind"] != "driver" or str(job["pid"]) != str(pid)]
 
 
-def _node(node: NodeRecord, row: dict[str, Any], ray: dict[str, Any]) -> dict[str, Any]:
+def _node(node: NodeRecord, row: NodeReport, ray: RayNode | None) -> NodeStatus:
     return {
         "name": node.name,
         "role": node.role,
@@ -90,7 +93,7 @@ def _node(node: NodeRecord, row: dict[str, Any], ray: dict[str, Any]) -> dict[st
         "host": row.get("host"),
         "native_id": node.handle,
         "ports": row.get("ports"),
-        "resources": ray.get("resources", {}),
-        "gpus": ray.get("gpus", []),
+        "resources": ray["resources"] if ray else {},
+        "gpus": ray["gpus"] if ray else [],
         **({"restarts": row["restarts"]} if row.get("restarts") else {}),
     }

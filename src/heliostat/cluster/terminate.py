@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from heliostat.backends.base import Handle
 from heliostat.cluster.access import Access
@@ -13,6 +13,7 @@ from heliostat.cluster.archive import Archiver, check_same_cluster, is_batch
 from heliostat.cluster.observe import Observer
 from heliostat.cluster.platform_sync import handle_of
 from heliostat.cluster.view import View, make_move
+from heliostat.common.documents import EventRow
 from heliostat.common.errors import (
     DeadlineError,
     DiskError,
@@ -235,7 +236,7 @@ class Terminator:
     def _request_end(self, folder: ClusterDirectory, reason: str) -> tuple[Record, bool]:
         """Sets the target to "down": (the record, whether it could be written)."""
 
-        def request() -> tuple[Record, list[dict[str, Any]]]:
+        def request() -> tuple[Record, list[EventRow]]:
             record = folder.record()
             record.target, record.reason = "down", record.reason or reason
             done = (N.STOPPING, *TERMINAL)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
+from heliostat.agent.protocol import ClusterReport, JobReport
+from heliostat.common.documents import EventRow
 from heliostat.common.errors import HeliostatError
 from heliostat.state.records import NodeRecord, Record
 from heliostat.state.states import TERMINAL, ClusterState, NodeState, check_transition
@@ -24,7 +26,7 @@ class View:
 
     folder: ClusterDirectory
     record: Record
-    live: dict[str, Any]
+    live: ClusterReport
 
     @staticmethod
     def read(folder: ClusterDirectory) -> View:
@@ -37,7 +39,8 @@ class View:
 
     @property
     def address(self) -> str | None:
-        return None if self.headless else (self.folder.connection() or {}).get("address")
+        connection = self.folder.connection()
+        return connection["address"] if connection and not self.headless else None
 
     @property
     def headless(self) -> bool:
@@ -45,7 +48,7 @@ class View:
         return any(node.role == "head" and node.state in TERMINAL for node in self.record.nodes.values())
 
     @property
-    def run(self) -> dict[str, Any]:
+    def run(self) -> JobReport:
         """The status of the command of a `run`, as the head's agent reports it."""
         return command_status(self.live, RUN)
 
@@ -73,7 +76,7 @@ def end_reason(record: Record) -> str:
     return record.reason or "; ".join(reasons)
 
 
-def command_status(live: dict[str, Any], name: str) -> dict[str, Any]:
+def command_status(live: ClusterReport, name: str) -> JobReport:
     """What the head's agent reports of a command: that of the cluster, or that of a join."""
     owner = live if name == RUN else (live.get("nodes") or {}).get(f"{name}-1") or {}
     return owner.get("job") or {}
@@ -111,10 +114,19 @@ def describe_waiting(nodes: Iterable[NodeRecord]) -> str:
 
 def make_move(
     node: NodeRecord, state: NodeState, reason: str, at: float | None = None, cause: str = ""
-) -> dict[str, Any]:
+) -> EventRow:
     """Changes the node's state, and returns the event of it. The caller holds the lock and saves the record."""
     check_transition(node.state, state)
     since, old = time.time() if at is None else at, node.state
     node.state, node.reason, node.since, node.cause = state, reason, since, cause
-    event = {"at": since, "kind": "move", "node": node.name, "from": old, "to": state, "reason": reason}
-    return {**event, "cause": cause} if cause else event
+    event: EventRow = {
+        "at": since,
+        "kind": "move",
+        "node": node.name,
+        "from": old,
+        "to": state,
+        "reason": reason,
+    }
+    if cause:
+        event["cause"] = cause
+    return event

@@ -15,6 +15,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from heliostat.common.documents import JsonMapping, JsonObject
 from heliostat.common.errors import Code, UsageError
 from heliostat.common.shell import CONNECTION_VARIABLES
 from heliostat.config import ray_yaml
@@ -49,7 +50,7 @@ class BackendCatalog(Protocol):
 
     def names(self) -> list[str]: ...
 
-    def nodes_of(self, name: str, table: Mapping[str, Any]) -> int | None:
+    def nodes_of(self, name: str, table: JsonMapping) -> int | None:
         """The number of nodes that the backend's own table requests; None: the table does not determine it."""
         ...
 
@@ -63,17 +64,17 @@ def load(
     *,
     file: Path | None = None,
     environ: Mapping[str, str] = os.environ,
-    flags: Mapping[str, Any] | None = None,
+    flags: JsonMapping | None = None,
     option_names: Mapping[str, str] | None = None,
     search_dir: Path | None = None,
-    base: Mapping[str, Any] | None = None,
+    base: JsonMapping | None = None,
 ) -> Config:
     """The spec of a cluster and the origins of its values.
 
     flags: dotted key -> value of an option; None: not given.
     option_names: dotted key -> its option, if that has another name. file None: `heliostat.yaml` in `search_dir`, if
     there is one; it is rejected if another user can change it. base: the defaults."""
-    values: dict[str, Any] = copy.deepcopy(dict(base or {}))
+    values: JsonObject = copy.deepcopy(dict(base or {}))
     origins: dict[str, str] = dict.fromkeys(values, OF_BASE)
     is_named = file is not None
     if file is None and search_dir is not None and (search_dir / FILE).is_file():
@@ -97,9 +98,9 @@ def load(
 
 
 def _count_nodes(
-    values: dict[str, Any],
+    values: JsonObject,
     origins: dict[str, str],
-    base: Mapping[str, Any],
+    base: JsonMapping,
     catalog: BackendCatalog,
 ) -> None:
     """Sets `nodes` from a scheduler's own options, unless these are the options of the running cluster that is joined."""
@@ -122,7 +123,7 @@ def _count_nodes(
             del values[key], origins[key]
 
 
-def check(values: Mapping[str, Any], origins: Mapping[str, str], catalog: BackendCatalog) -> ClusterSpec:
+def check(values: JsonMapping, origins: Mapping[str, str], catalog: BackendCatalog) -> ClusterSpec:
     """The spec. Raises UsageError with the first invalid key, its origin, and valid values.
 
     One file may serve several backends: `hosts` has no effect on a backend that does not use it."""
@@ -322,7 +323,7 @@ def _environment(environ: Mapping[str, str], backend_names: list[str]) -> Iterat
             yield key, text, f"${name}"
 
 
-def _put(values: dict[str, Any], origins: dict[str, str], key: str, value: Any, origin: str) -> None:
+def _put(values: JsonObject, origins: dict[str, str], key: str, value: Any, origin: str) -> None:
     *tables, last = key.split(".")
     for table in tables:
         inner = values.setdefault(table, {})
@@ -337,7 +338,7 @@ def _put(values: dict[str, Any], origins: dict[str, str], key: str, value: Any, 
     origins[key] = origin
 
 
-def _drop_alias(values: dict[str, Any], origins: dict[str, str], key: str) -> None:
+def _drop_alias(values: JsonObject, origins: dict[str, str], key: str) -> None:
     """Removes the other spelling of a key from its table: a later source replaces the value of an earlier one."""
     table, dot, last = key.rpartition(".")
     for pair in PER_NODE_KEYS.items():
@@ -347,9 +348,7 @@ def _drop_alias(values: dict[str, Any], origins: dict[str, str], key: str) -> No
             origins.pop(f"{table}{dot}{other}", None)
 
 
-def _merge(
-    values: dict[str, Any], origins: dict[str, str], more: Mapping[str, Any], where: Mapping[str, str]
-) -> None:
+def _merge(values: JsonObject, origins: dict[str, str], more: JsonMapping, where: Mapping[str, str]) -> None:
     for key in more:
         _drop_alias(values, origins, key)
     values.update(more)
@@ -375,7 +374,7 @@ def _read_bytes(file: Path, is_named: bool) -> bytes:
     return data
 
 
-def _parse(file: Path, data: bytes) -> tuple[dict[str, Any], dict[str, str]]:
+def _parse(file: Path, data: bytes) -> tuple[JsonObject, dict[str, str]]:
     """The values in the file's content, and the line of each."""
     try:
         text = data.decode()
@@ -416,7 +415,7 @@ class _Reader:
             raise UsageError(f"`{self.name}` is too large", cause=f"more than {MAX_VALUES} values")
         line = f"{self.name} line {node.start_mark.line + 1}"
         if isinstance(node, yaml.MappingNode):
-            table: dict[str, Any] = {}
+            table: JsonObject = {}
             for key_node, value_node in node.value:
                 name = str(key_node.value) if isinstance(key_node, yaml.ScalarNode) else "?"
                 if name in table:
@@ -442,7 +441,7 @@ class _Reader:
             ) from None
 
 
-def schema(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def schema(tables: Mapping[str, JsonMapping]) -> JsonObject:
     """The JSON Schema of the file; tables: the schema of each backend's own table."""
     document = ClusterSpec.model_json_schema()
     properties = document["properties"]

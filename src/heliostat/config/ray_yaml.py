@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
 
+from heliostat.common.documents import JsonMapping, JsonObject
 from heliostat.common.errors import UsageError
 from heliostat.config.tables import NAME
 
@@ -22,12 +22,12 @@ UNTRANSLATED = {
 }
 
 
-def is_launcher_file(values: Mapping[str, Any]) -> bool:
+def is_launcher_file(values: JsonMapping) -> bool:
     provider = values.get("provider")
     return isinstance(provider, Mapping) and "type" in provider and "cluster_name" in values
 
 
-def convert(values: Mapping[str, Any], file: str) -> dict[str, Any]:
+def convert(values: JsonMapping, file: str) -> JsonObject:
     """The same cluster as keys of a spec. Raises UsageError for a key without an equivalent."""
     name, kind = str(values["cluster_name"]), str(values["provider"]["type"])
     if not NAME.fullmatch(name):
@@ -52,7 +52,7 @@ def group_name(kind: str) -> str:
     return re.sub(r"[^A-Za-z0-9-]+", "-", kind).strip("-")[:40] or "workers"
 
 
-def _groups(values: Mapping[str, Any], file: str) -> dict[str, Any]:
+def _groups(values: JsonMapping, file: str) -> JsonObject:
     """The number of nodes of each type, so that `up` can wait for them."""
     kinds, head = values.get("available_node_types"), values.get("head_node_type")
     if not isinstance(kinds, Mapping) or head not in kinds:
@@ -70,7 +70,7 @@ def _groups(values: Mapping[str, Any], file: str) -> dict[str, Any]:
     return found
 
 
-def _hosts(values: Mapping[str, Any], name: str) -> dict[str, Any]:
+def _hosts(values: JsonMapping, name: str) -> JsonObject:
     provider, auth = values["provider"], values.get("auth") or {}
     if "head_ip" not in provider:
         raise UsageError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import (
     AliasChoices,
@@ -17,6 +17,7 @@ from pydantic import (
     model_validator,
 )
 
+from heliostat.common.documents import JsonObject
 from heliostat.common.limits import MAX_NODES
 from heliostat.common.units import parse_bytes, parse_duration, parse_walltime, parse_window
 
@@ -88,7 +89,7 @@ Text = Annotated[str, BeforeValidator(_text)]
 Labels = dict[str, Text]
 
 
-def _add_aliases(schema: dict[str, Any]) -> None:
+def _add_aliases(schema: JsonObject) -> None:
     """Adds the deprecated spellings to a table's JSON Schema."""
     properties = schema.get("properties", {})
     for pair in PER_NODE_KEYS.items():
@@ -273,7 +274,7 @@ class Group(Model):
     labels: Labels = Field({}, description="Ray labels of the nodes")
     resources: dict[str, float] = Field({}, description="custom Ray resources of each node, whole numbers")
     price_per_node_hour: Price | None = Field(None, description="price of a node per hour, in any currency")
-    options: dict[str, Any] = Field(
+    options: JsonObject = Field(
         {}, description="keys of the backend's table that differ for this group: {partition: gpu}"
     )
 

@@ -12,13 +12,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from heliostat import backends
 from heliostat.backends.base import Check, Question, by_name
 from heliostat.cluster import environment
 from heliostat.cluster.manager import ClusterManager
 from heliostat.cluster.planner import agent_archive
+from heliostat.common.documents import JsonObject
 from heliostat.common.errors import Code, HeliostatError
 from heliostat.common.shell import quote
 from heliostat.common.units import count, format_bytes, format_duration
@@ -234,7 +235,7 @@ def _check_history(store: Store) -> Check:
     return LOCAL_QUESTIONS["history"].answer(used <= limit, text)
 
 
-def probe(manager: ClusterManager, spec: ClusterSpec | None) -> dict[str, Any]:
+def probe(manager: ClusterManager, spec: ClusterSpec | None) -> JsonObject:
     """What the agent detects on this machine, in the environment of the nodes."""
     from heliostat.remote.start_script import agent_script
 
@@ -325,7 +326,7 @@ def _check_hosts(manager: ClusterManager, spec: ClusterSpec) -> Iterator[Check]:
     """Checks the hosts that the file lists in parallel. This machine needs no Ray then."""
     targets = manager.environments.targets(spec)
 
-    def probe_target(target: environment.Target) -> tuple[float, dict[str, Any]]:
+    def probe_target(target: environment.Target) -> tuple[float, JsonObject]:
         asked_at = time.time()
         try:
             found = environment.probe(target)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
 from heliostat.cluster.manager import ClusterManager
+from heliostat.common.documents import JsonObject, RayNode
 from heliostat.diagnostics import sizing
 from heliostat.diagnostics.figures import Actors, Demand, Figures, Gpu, Group, Node, Reading
 from heliostat.remote.ray_client import RayApi
@@ -53,12 +53,12 @@ def collect(
         if time.monotonic() >= end:
             break
     last = _spilled(api)
-    jobs = {job["ray_id"]: str(job["id"]) for job in api.jobs()}
+    jobs = {job["ray_id"]: job["id"] for job in api.jobs() if job["ray_id"]}
     return Figures(
         readings,
         _actors(api, jobs),
         [
-            Group(group["bundles"], group["infeasible"], jobs.get(group["job"], group["job"]))
+            Group(group["bundles"], group["infeasible"], jobs.get(group["job"], str(group["job"])))
             for group in api.groups()
             if group["state"] in ("PENDING", "RESCHEDULING")
         ],
@@ -75,7 +75,7 @@ def _reading(api: RayApi) -> Reading:
     )
 
 
-def _node(node: dict[str, Any]) -> Node:
+def _node(node: RayNode) -> Node:
     host = node["host"]
     return Node(
         str(node["name"]),
@@ -83,12 +83,12 @@ def _node(node: dict[str, Any]) -> Node:
         node["held"],
         host["at"],
         host["cpu"],
-        tuple(host["memory"]) if host["memory"] else None,
+        (host["memory"][0], host["memory"][1]) if host["memory"] else None,
         [
             Gpu(
                 str(gpu["name"] or "GPU"),
                 gpu["utilization"],
-                (gpu["memory_used"], gpu["memory_total"]) if gpu["memory_total"] else None,
+                (gpu["memory_used"] or 0.0, gpu["memory_total"]) if gpu["memory_total"] else None,
                 gpu["temperature"],
             )
             for gpu in node["gpus"]
@@ -99,7 +99,7 @@ def _node(node: dict[str, Any]) -> Node:
 def _spilled(api: RayApi) -> dict[str, int]:
     """node -> spilled bytes, if any."""
 
-    def fullness(node: dict[str, Any]) -> float:
+    def fullness(node: RayNode) -> float:
         used, total = node["resources"].get("object_store_memory", (0.0, 0.0))
         return float(used / total) if total else 0.0
 
@@ -113,7 +113,7 @@ def _actors(api: RayApi, jobs: dict[str, str]) -> list[Actors]:
     for actor in api.actors():
         shape = tuple(sorted(actor["shape"].items()))
         kinds[
-            actor["class"], shape, jobs.get(actor["job"], actor["job"]), actor["state"] in WAITING_STATES
+            actor["class"], shape, jobs.get(actor["job"], str(actor["job"])), actor["state"] in WAITING_STATES
         ] += 1
     groups = dict.fromkeys((name, shape, job) for name, shape, job, _ in kinds)
     return [
@@ -122,7 +122,7 @@ def _actors(api: RayApi, jobs: dict[str, str]) -> list[Actors]:
     ]
 
 
-def _is_elastic(spec: dict[str, Any]) -> bool:
+def _is_elastic(spec: JsonObject) -> bool:
     """`ClusterSpec.elastic` for the spec of a record."""
     return bool(spec.get("autoscale")) or any(
         group.get("max") for group in (spec.get("groups") or {}).values()

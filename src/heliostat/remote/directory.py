@@ -16,8 +16,9 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
+from heliostat.agent.protocol import Request
+from heliostat.common.documents import JsonMapping
 from heliostat.common.errors import Code, HeliostatError
 from heliostat.common.shell import SAFE, quote
 from heliostat.remote.ssh import LineSession, Ssh
@@ -56,7 +57,7 @@ class RemoteDirectory:
         folder: ClusterDirectory,
         host: Ssh,
         path: Path,
-        head: Mapping[str, Any] | None = None,
+        head: JsonMapping | None = None,
         state_files: Sequence[str] = STATE_FILES,
     ) -> None:
         self.folder, self.host, self.path, self.state_files = folder, host, path, state_files
@@ -82,7 +83,7 @@ class RemoteDirectory:
                 code=Code.DISK_FULL if "No space left" in cause else Code.SSH_WRITE,
             )
 
-    def add_request(self, request: dict[str, object]) -> None:
+    def add_request(self, request: Request) -> None:
         """Adds a request for the head's agent."""
         name = f"{time.time_ns()}-{secrets.token_hex(4)}.json"
         self.host.put(self.path / "requests" / name, json.dumps(request).encode())
@@ -190,7 +191,7 @@ class RemoteDirectory:
         if self._follower:
             self._follower.stop()
 
-    def collect_and_remove(self, stop: str = "", node: Mapping[str, Any] | None = None) -> str | None:
+    def collect_and_remove(self, stop: str = "", node: JsonMapping | None = None) -> str | None:
         """Copies all logs, then removes the remote directory, over one connection.
 
         The uploaded working directory, which may have results, is kept; its remote path is returned. stop: a request for
@@ -225,7 +226,7 @@ class RemoteDirectory:
 class Follower(threading.Thread):
     """Writes the changes that the remote agent sends over one connection into the copy."""
 
-    def __init__(self, remote: RemoteDirectory, process: Mapping[str, Any], node: str | None) -> None:
+    def __init__(self, remote: RemoteDirectory, process: JsonMapping, node: str | None) -> None:
         super().__init__(daemon=True)
         self.remote, self.process, self.node = remote, process, node
         self.is_stopped, self._writing = False, threading.Lock()
@@ -272,7 +273,7 @@ class Follower(threading.Thread):
                         return
                     self._apply(json.loads(line))
 
-    def _apply(self, report: Mapping[str, Any]) -> None:
+    def _apply(self, report: JsonMapping) -> None:
         remote = self.remote
         if "log" in report:
             return remote.append_log(report["log"], report["at"], base64.b64decode(report["data"]))

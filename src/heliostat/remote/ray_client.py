@@ -13,15 +13,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 from urllib.parse import quote, urlencode
 
+from heliostat.common.documents import GpuStatus, HostMetrics, JobInfo, JsonObject, RayNode
 from heliostat.common.errors import AccessDenied, Code, HeliostatError, NotFoundError
 from heliostat.common.units import parse_bytes
 from heliostat.remote.job_output import JobOutput
 
 CONNECT_S = 15.0
 Dial = Callable[[float], socket.socket]
+Progress = Callable[[int, int], None]  # bytes so far, bytes in all
 _COMMAND_KEY = "heliostat_command"  # in a job's metadata: the user's command
 FINAL = frozenset({"SUCCEEDED", "FAILED", "STOPPED"})
 _AMOUNT = r"([\d.]+)(B|KiB|MiB|GiB|TiB)?"
@@ -31,8 +33,6 @@ _USED = re.compile(
 _PENDING = re.compile(
     r"^ (\{.*\}): (\d+)\+ pending tasks/actors(?: \((\d+)\+ using placement groups\))?$", re.MULTILINE
 )
-
-
 ProxyError = Callable[[str, str, int, bytes], HeliostatError | None]  # see Proxied.proxy_error
 
 
@@ -80,10 +80,12 @@ class RayApi:
     def _headers(self) -> dict[str, str]:
         return {"Authorization": f"Bearer {self.token}"} if self.token else {}
 
-    def _call(self, method: str, path: str, body: Any = None, *, timeout: float = 30.0) -> tuple[int, bytes]:
+    def _call(
+        self, method: str, path: str, body: object = None, *, timeout: float = 30.0
+    ) -> tuple[int, bytes]:
         connection = self._connect(timeout)
         headers = self._headers()
-        data = body
+        data: Any = body
         if body is not None and not isinstance(body, (bytes, _Upload)):
             data, headers["Content-Type"] = json.dumps(body).encode(), "application/json"
         if isinstance(body, _Upload):
@@ -143,7 +145,7 @@ class RayApi:
 
     # -- nodes
 
-    def nodes(self) -> list[dict[str, Any]]:
+    def nodes(self) -> list[RayNode]:
         """Alive nodes: name, ip, id, is_head, resources {name: [used, total]}, gpus, held, host.
 
         held: idle resources of placement groups, not part of `used`. host: metrics of the host, which Ray's agent updates
@@ -151,7 +153,7 @@ class RayApi:
         # nocache: otherwise the dashboard responds with the previous values and updates them afterwards
         data = self._get("/nodes?view=summary&nocache=1")["data"]
         used = data.get("nodeLogicalResources") or {}
-        found = []
+        found: list[RayNode] = []
         for node in data["summary"]:
             raylet = node.get("raylet") or {}
             if raylet.get("state") != "ALIVE":
@@ -162,9 +164,9 @@ class RayApi:
                 resources[name] = [in_use, resources.get(name, [0.0, total])[1]]
             found.append(
                 {
-                    "name": raylet.get("nodeName"),
-                    "id": raylet.get("nodeId"),
-                    "ip": raylet.get("nodeManagerAddress"),
+                    "name": str(raylet.get("nodeName") or ""),
+                    "id": str(raylet.get("nodeId")),
+                    "ip": str(raylet.get("nodeManagerAddress") or ""),
                     "is_head": bool(raylet.get("isHeadNode")),
                     "resources": resources,
                     "held": {name: held for name, (_, _, held) in usage.items() if held},
@@ -182,7 +184,7 @@ class RayApi:
         stats = ((data.get("detail") or {}).get("raylet") or {}).get("storeStats") or {}
         return int(stats.get("spilledBytesTotal") or 0)
 
-    def demands(self) -> list[dict[str, Any]]:
+    def demands(self) -> list[JsonObject]:
         """Pending tasks and actors: shape, count, and the number in placement groups.
 
         Ray's GCS counts them, with or without an autoscaler; the dashboard has them only as text. Pending placement groups
@@ -194,7 +196,7 @@ class RayApi:
             for shape, number, grouped in _PENDING.findall(text)
         ]
 
-    def actors(self) -> list[dict[str, Any]]:
+    def actors(self) -> list[JsonObject]:
         """Actors that are not dead: class, state, shape, job (Ray's id)."""
         return [
             {
@@ -206,7 +208,7 @@ class RayApi:
             for item in self._list("actors", "DEAD")
         ]
 
-    def groups(self) -> list[dict[str, Any]]:
+    def groups(self) -> list[JsonObject]:
         """Placement groups that are not removed: state, infeasible, bundles, job."""
         return [
             {
@@ -218,7 +220,7 @@ class RayApi:
             for item in self._list("placement_groups", "REMOVED")
         ]
 
-    def _list(self, kind: str, excluded_state: str) -> list[dict[str, Any]]:
+    def _list(self, kind: str, excluded_state: str) -> list[JsonObject]:
         """The objects of a kind in Ray's state API, except those in this state."""
         query = {
             "detail": 1,
@@ -243,11 +245,11 @@ class RayApi:
 
     # -- jobs
 
-    def jobs(self) -> list[dict[str, Any]]:
+    def jobs(self) -> list[JobInfo]:
         """Every job, newest first: id, status, entrypoint, started, seconds, exit_code, kind."""
         return sorted((_job(item) for item in self._get("/api/jobs/")), key=lambda j: -(j["started"] or 0))
 
-    def job(self, job_id: str) -> dict[str, Any]:
+    def job(self, job_id: str) -> JobInfo:
         status, content = self._call("GET", f"/api/jobs/{quote(job_id, safe='')}")
         if status == 404:
             raise NotFoundError(
@@ -260,11 +262,11 @@ class RayApi:
             raise self._refused(f"GET job {job_id}", status, content)
         return _job(self._parse(content))
 
-    def submit(self, entrypoint: str, job_id: str, runtime_env: dict[str, Any], shown: str = "") -> str:
+    def submit(self, entrypoint: str, job_id: str, runtime_env: JsonObject, shown: str = "") -> str:
         """Submits a job. Retries for a minute while the head's job agent starts; a rejected request has no effect.
 
         shown: the user's command, if the entrypoint has more."""
-        request: dict[str, Any] = {
+        request: JsonObject = {
             "entrypoint": entrypoint,
             "submission_id": job_id,
             "runtime_env": runtime_env,
@@ -292,7 +294,7 @@ class RayApi:
     def has_package(self, name: str) -> bool:
         return self._call("GET", f"/api/packages/gcs/{quote(name)}")[0] == 200
 
-    def upload(self, name: str, path: Path, progress: Any = None) -> None:
+    def upload(self, name: str, path: Path, progress: Progress | None = None) -> None:
         """Uploads a zip to Ray's package storage; progress(sent, total) in bytes."""
         with open(path, "rb") as stream:
             body = _Upload(stream, path.stat().st_size, progress)
@@ -341,11 +343,11 @@ class RayApi:
         if data := output.close():
             yield data
 
-    def _log_query(self, job: dict[str, Any], **more: Any) -> str:
+    def _log_query(self, job: JobInfo, **more: object) -> str:
         name = f"job-driver-{job['id']}.log"
         return urlencode({"node_id": job["node_id"], "filename": name, "lines": -1, **more})
 
-    def _read_log(self, job: dict[str, Any], skip: int) -> Iterator[bytes]:
+    def _read_log(self, job: JobInfo, skip: int) -> Iterator[bytes]:
         """The job's log from byte `skip` to its end; Ray's message if the job failed without a log."""
         message = (job["message"].rstrip("\n") + "\n").encode() if job["message"] and skip == 0 else b""
         if not job["node_id"]:
@@ -370,7 +372,7 @@ class RayApi:
 class _Reader:
     """Reads a growing log in a thread, so that a blocked read does not delay the next check of the job's state."""
 
-    def __init__(self, api: RayApi, job: dict[str, Any], skip: int) -> None:
+    def __init__(self, api: RayApi, job: JobInfo, skip: int) -> None:
         self.chunks: queue.Queue[bytes] = queue.Queue(maxsize=64)
         self.closed = False
         self.api = api
@@ -417,7 +419,7 @@ class _Reader:
 class _Upload:
     """A file that http.client reads in blocks, with progress."""
 
-    def __init__(self, stream: Any, size: int, progress: Any) -> None:
+    def __init__(self, stream: IO[bytes], size: int, progress: Progress | None) -> None:
         self.stream, self.size, self.progress, self.sent = stream, size, progress, 0
 
     def read(self, amount: int = -1) -> bytes:
@@ -428,23 +430,25 @@ class _Upload:
         return block
 
 
-def _job(item: dict[str, Any]) -> dict[str, Any]:
+def _job(item: JsonObject) -> JobInfo:
     started, ended = item.get("start_time"), item.get("end_time")
     seconds = ((ended or time.time() * 1000) - started) / 1000 if started else None
     code = item.get("driver_exit_code")
     return {
-        "id": item.get("submission_id") or item.get("job_id"),
+        "id": str(item.get("submission_id") or item.get("job_id")),
         "kind": "driver" if item.get("type") == "DRIVER" else "job",
-        "status": item.get("status"),
+        "status": str(item.get("status") or ""),
         "entrypoint": (item.get("metadata") or {}).get(_COMMAND_KEY) or item.get("entrypoint"),
         "started": started / 1000 if started else None,
         "seconds": round(seconds, 3) if seconds is not None else None,
         "exit_code": 128 - code if code is not None and code < 0 else code,
         "message": item.get("message") or "",
         "node_id": item.get("driver_node_id"),
-        "ran": item.get("entrypoint"),  # Ray's entrypoint; `entrypoint` above is the user's command
+        "ran": str(
+            item.get("entrypoint") or ""
+        ),  # Ray's entrypoint; `entrypoint` above is the user's command
         "pid": (item.get("driver_info") or {}).get("pid"),  # of a driver, as text
-        "ray_id": item.get("job_id"),  # the id in its actors and tasks
+        "ray_id": str(item.get("job_id") or ""),  # the id in its actors and tasks
     }
 
 
@@ -474,7 +478,7 @@ def _number(text: str | Any, unit: str | Any) -> float:
     return float(parse_bytes(text + unit)) if unit else float(text)
 
 
-def _host(node: dict[str, Any]) -> dict[str, Any]:
+def _host(node: JsonObject) -> HostMetrics:
     """Metrics of a host. at: their time. cpu: percent of all cores. memory: [used, total] of the container or the host.
     None: not known yet."""
     memory = node.get("mem")
@@ -485,7 +489,7 @@ def _host(node: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _gpu(gpu: dict[str, Any]) -> dict[str, Any]:
+def _gpu(gpu: JsonObject) -> GpuStatus:
     return {
         "name": gpu.get("name"),
         "utilization": gpu.get("utilizationGpu"),

@@ -14,9 +14,10 @@ import json
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
 
+from heliostat.common.documents import JsonMapping, JsonObject
 from heliostat.common.errors import HeliostatError
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class Connection(Protocol):
 
 def dialer(
     forward: Callable[[str, int], tuple[str, int]],
-    hub: Mapping[str, Any],
+    hub: JsonMapping,
     secret: str,
     context: Callable[[], ssl.SSLContext] | None = None,
 ) -> Callable[[float], socket.socket]:
@@ -92,7 +93,7 @@ def _make_proof(secret: str, side: str, challenge: str) -> str:
     return hmac.new(secret.encode(), f"{side} {challenge} {NAME}".encode(), hashlib.sha256).hexdigest()
 
 
-def _read_line(connection: Connection) -> dict[str, Any]:
+def _read_line(connection: Connection) -> JsonObject:
     """One JSON line, read byte by byte: the bytes after it belong to the HTTP connection."""
     data = b""
     while not data.endswith(b"\n"):

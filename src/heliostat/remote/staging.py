@@ -16,8 +16,8 @@ import tarfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from heliostat.common.documents import JsonObject
 from heliostat.common.errors import Code, HeliostatError, disk_code
 from heliostat.common.events import Emit, Event
 from heliostat.common.processes import process_start
@@ -36,7 +36,7 @@ class Archive:
     venv: Path
     room: int
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         # scripts in bin/ contain the path that the environment was created with
         paths = sorted({str(self.venv), os.path.realpath(self.venv)})
         return {"archive": str(self.path), "venv": str(self.venv), "paths": paths, "room": self.room}

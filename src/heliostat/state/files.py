@@ -8,8 +8,8 @@ import json
 import os
 import secrets
 from pathlib import Path
-from typing import Any
 
+from heliostat.common.documents import JsonObject
 from heliostat.common.errors import DiskError, disk_code
 
 
@@ -40,7 +40,7 @@ def disk_error(path: Path, error: OSError) -> DiskError:
     )
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
+def read_json(path: Path) -> JsonObject | None:
     """The object in the file; None if the file is missing or incomplete."""
     try:
         value = json.loads(path.read_bytes())

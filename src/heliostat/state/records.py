@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from heliostat.agent.protocol import CommandConfig
+from heliostat.common.documents import JobRecord, JsonObject
 from heliostat.common.errors import Code, NotFoundError
 from heliostat.state.states import TERMINAL, ClusterState, NodeState, summary
 
@@ -41,11 +43,11 @@ class Record:
     nodes: dict[str, NodeRecord] = field(default_factory=dict)
     handles: list[dict[str, Any]] = field(default_factory=list)
     launches: int = 0  # only increases: a later node may reuse the name of an ended one
-    jobs: list[dict[str, Any]] = field(default_factory=list)
+    jobs: list[JobRecord] = field(default_factory=list)
     joins: int = 0  # number of joins so far
     warned: float = 0.0  # time of the head's last recorded warning
     remote_dir: str | None = None  # its directory on the login host, if that is another host
-    command: dict[str, Any] | None = None
+    command: CommandConfig | None = None
     ready: float | None = None  # when it was first ready
     ended: float | None = None
     reason: str = ""
@@ -68,7 +70,7 @@ class Record:
         return self.nodes[name]
 
     @staticmethod
-    def from_json(data: dict[str, Any]) -> Record:
+    def from_json(data: JsonObject) -> Record:
         if data.get("schema") == 1:
             data = _upgrade(data)
         known = {key: value for key, value in data.items() if key in Record.__dataclass_fields__}
@@ -78,14 +80,14 @@ class Record:
         }
         return Record(**{**known, "nodes": nodes})
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         return {"schema": SCHEMA, **asdict(self)}
 
 
-def _upgrade(data: dict[str, Any]) -> dict[str, Any]:
+def _upgrade(data: JsonObject) -> JsonObject:
     """A record of schema 1 with the names of schema 2."""
 
-    def rename(table: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
+    def rename(table: JsonObject, names: dict[str, str]) -> JsonObject:
         return {names.get(key, key): value for key, value in table.items()}
 
     nodes = {name: rename(node, {"guest": "joined"}) for name, node in data["nodes"].items()}

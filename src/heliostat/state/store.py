@@ -18,8 +18,10 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import cast
 
+from heliostat.agent.protocol import ClusterReport, Connection, NodeFile, Pulse, Request
+from heliostat.common.documents import EventRow
 from heliostat.common.errors import Code, DeadlineError, DiskError, HeliostatError, NotFoundError
 from heliostat.common.processes import process_start
 from heliostat.state.files import disk_error, read_json, write_atomic
@@ -87,17 +89,28 @@ class ClusterDirectory:
 
     # files that the agents write; the client only reads them
 
-    def state(self) -> dict[str, Any]:
-        return read_json(self.path / "state.json") or {}
+    def state(self) -> ClusterReport:
+        return cast("ClusterReport", read_json(self.path / "state.json") or {})
 
-    def heartbeat(self) -> dict[str, Any]:
-        return read_json(self.path / "pulse.json") or {}
+    def heartbeat(self) -> Pulse:
+        return cast("Pulse", read_json(self.path / "pulse.json") or {})
 
-    def node_report(self, node: str) -> dict[str, Any]:
-        return read_json(self.path / "nodes" / f"{node}.json") or {}
+    def node_report(self, node: str) -> NodeFile:
+        return cast("NodeFile", read_json(self.path / "nodes" / f"{node}.json") or {})
 
-    def connection(self) -> dict[str, Any] | None:
-        return read_json(self.path / "connection.json")
+    def connection(self) -> Connection | None:
+        return cast("Connection | None", read_json(self.path / "connection.json"))
+
+    def require_connection(self) -> Connection:
+        """Raises HeliostatError where the cluster has no connection."""
+        connection = self.connection()
+        if connection is None:
+            raise HeliostatError(
+                f"`{self.name}` has no connection",
+                hint=f"heliostat status {self.name}",
+                code=Code.CLUSTER_NOT_READY,
+            )
+        return connection
 
     def read_token(self) -> str | None:
         try:
@@ -105,7 +118,7 @@ class ClusterDirectory:
         except OSError:
             return None
 
-    def add_request(self, request: Mapping[str, Any]) -> None:
+    def add_request(self, request: Request) -> None:
         """Adds a request for the head's agent, which reads requests once a second."""
         folder = self.path / "requests"
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -113,7 +126,7 @@ class ClusterDirectory:
 
     # events: appended while the cluster's lock is held
 
-    def append(self, event: dict[str, Any]) -> None:
+    def append(self, event: EventRow) -> None:
         line = json.dumps(event, separators=(",", ":")).encode() + b"\n"
         try:
             with open(
@@ -125,7 +138,7 @@ class ClusterDirectory:
         except OSError as error:
             raise disk_error(self.events_file, error) from error
 
-    def events(self) -> Iterator[dict[str, Any]]:
+    def events(self) -> Iterator[EventRow]:
         try:
             lines = self.events_file.read_bytes().splitlines()
         except OSError:

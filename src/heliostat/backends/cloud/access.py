@@ -7,10 +7,11 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from heliostat.backends.cloud import files as render
 from heliostat.backends.cloud.state import ANSWER, INSTANCES, NODE_TIMEOUT_S
+from heliostat.common.documents import JsonMapping
 from heliostat.common.errors import Code, HeliostatError
 from heliostat.remote.ssh import connect
 from heliostat.state.files import read_json
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from heliostat.remote.ssh import Ssh
 
 
-def connect_node(handle: Handle, node: Mapping[str, Any]) -> Ssh:
+def connect_node(handle: Handle, node: JsonMapping) -> Ssh:
     """The ssh transport to an instance."""
     detail, config = handle.detail, handle.detail["config"]
     answer = read_json(Path(detail["folder"]) / ANSWER) or {}
@@ -48,18 +49,18 @@ def connect_node(handle: Handle, node: Mapping[str, Any]) -> Ssh:
     return connect(("ssh", *argv, "-l", str(auth["ssh_user"]), str(address)))
 
 
-def find_node(handle: Handle, name: str) -> Mapping[str, Any]:
+def find_node(handle: Handle, name: str) -> JsonMapping:
     """The instance of a node. Raises HeliostatError if it has none."""
     known = read_json(Path(handle.detail["folder"]) / INSTANCES) or {}
     if name not in known:
         raise HeliostatError(
             f"the node `{name}` has no instance", hint="heliostat status", code=Code.CLUSTER_NOT_READY
         )
-    node: Mapping[str, Any] = known[name]
+    node: JsonMapping = known[name]
     return node
 
 
-def find_head(handle: Handle) -> Mapping[str, Any] | None:
+def find_head(handle: Handle) -> JsonMapping | None:
     """The head's instance, as last observed."""
     known = read_json(Path(handle.detail["folder"]) / INSTANCES) or {}
     return next((node for node in known.values() if node["role"] == "head"), None)

@@ -32,6 +32,7 @@ from heliostat.backends.cloud import state as cloud_state
 from heliostat.backends.cloud.files import Json
 from heliostat.backends.cloud.state import ANSWER, ENDED, INSTANCES, LOG, NODE_TIMEOUT_S, OBSERVED, PROCESS
 from heliostat.backends.overrides import merge
+from heliostat.common.documents import JsonMapping, JsonObject
 from heliostat.common.errors import Code, HeliostatError, UsageError
 from heliostat.remote.transport import Local
 from heliostat.state.files import read_json, write_atomic
@@ -79,7 +80,7 @@ class CloudBackend(Platform):
             "key_made": given is None,
         }
 
-    def read_region(self, provider: Mapping[str, Any]) -> str:
+    def read_region(self, provider: JsonMapping) -> str:
         return str(provider.get("region") or provider.get("location") or "default")
 
     # -- checks
@@ -238,7 +239,7 @@ class CloudBackend(Platform):
         return Observation(N.ALLOCATED)
 
     def platform_status(
-        self, handle: Handle, members: Sequence[NodeRecord], before: Mapping[str, Any], host: Transport
+        self, handle: Handle, members: Sequence[NodeRecord], before: JsonMapping, host: Transport
     ) -> PlatformStatus:
         operation, failure = cloud_state.read_launcher_status(handle)
         is_steady = bool(before) and all(one.get("state") == N.READY for one in before.values())
@@ -273,10 +274,10 @@ class CloudBackend(Platform):
         self,
         handle: Handle,
         nodes: Sequence[NodeRecord],
-        before: Mapping[str, Any],
+        before: JsonMapping,
         host: Transport,
         max_age_s: float,
-    ) -> tuple[Json, dict[str, Json], Json | None, dict[str, Any] | None]:
+    ) -> tuple[Json, dict[str, Json], Json | None, JsonObject | None]:
         """(answer of the cloud, instances by node name, the head's instance, Ray's node table)."""
         operation = cloud_state.read_launcher_status(handle)[0]
         try:
@@ -291,7 +292,7 @@ class CloudBackend(Platform):
         table = self._read_node_table(handle, head) if head and operation != "failed" else None
         return seen, named, head, table
 
-    def _read_node_table(self, handle: Handle, head: Mapping[str, Any]) -> dict[str, Any] | None:
+    def _read_node_table(self, handle: Handle, head: JsonMapping) -> JsonObject | None:
         """Ray's nodes by address; None if Ray does not answer."""
         from heliostat.remote.ray_client import RayApi
 
@@ -304,7 +305,7 @@ class CloudBackend(Platform):
         except (HeliostatError, KeyError, ValueError, TypeError):
             return None
 
-    def _forward_keepalive(self, handle: Handle, head: Mapping[str, Any] | None) -> None:
+    def _forward_keepalive(self, handle: Handle, head: JsonMapping | None) -> None:
         """Touches `keepalive` on the head when the user has touched it in the cluster's local directory."""
         try:
             stamp = (Path(handle.detail["folder"]) / "keepalive").stat().st_mtime_ns
@@ -336,7 +337,7 @@ class CloudBackend(Platform):
         return transport.run(["bash", "-c", script, f"{handle.detail['home']}/env.sh", *argv], timeout=RUN_S)
 
     def logs(
-        self, handle: Handle, node: str, status: Mapping[str, Any], known: Mapping[str, int], host: Transport
+        self, handle: Handle, node: str, status: JsonMapping, known: Mapping[str, int], host: Transport
     ) -> dict[str, bytes]:
         """New bytes of the node's logs; the launcher writes its log to the local directory."""
         try:
@@ -383,7 +384,7 @@ class CloudBackend(Platform):
     def resume(self, handle: Handle, host: Transport) -> None:
         """Does nothing: a cluster in a cloud cannot be suspended."""
 
-    def replace_node(self, handle: Handle, node: str, status: Mapping[str, Any], host: Transport) -> None:
+    def replace_node(self, handle: Handle, node: str, status: JsonMapping, host: Transport) -> None:
         if status.get("role") == "head":
             raise UsageError("the head cannot be replaced alone", hint="heliostat restart, without --node")
         instance = access.find_node(handle, node)["id"]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from heliostat.backends.base import File, LaunchRequest
 from heliostat.backends.overrides import merge
+from heliostat.common.documents import JsonMapping, JsonObject
 from heliostat.common.errors import UsageError
 from heliostat.common.shell import export, quote
 from heliostat.config.ray_yaml import group_name
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from heliostat.config.spec import ClusterSpec
     from heliostat.config.tables import Environment
 
-Json = dict[str, Any]
+Json = JsonObject
 GCS_PORT, DASHBOARD_PORT = 6379, 8265
 HEAD, WORKER = "head", "worker"  # the node types without a group
 VENV = "~/.heliostat/venv"
@@ -85,18 +86,18 @@ class Common:
         metadata={"help": "connect to private addresses: from inside the network, or by VPN"},
     )
     wait: int = field(default=600, metadata={"help": "seconds to wait for ssh on a new instance"})
-    head: Mapping[str, Any] = field(
+    head: JsonMapping = field(
         default_factory=dict, metadata={"help": "options that differ for the head: {instance: m5.large}"}
     )
-    node: Mapping[str, Any] = field(
+    node: JsonMapping = field(
         default_factory=dict,
         metadata={"help": "fields of Ray's `node_config`, merged over the generated ones"},
     )
-    launcher: Mapping[str, Any] = field(
+    launcher: JsonMapping = field(
         default_factory=dict,
         metadata={"help": "fields of Ray's launcher file, merged over the generated ones"},
     )
-    launcher_yaml: Mapping[str, Any] | None = field(
+    launcher_yaml: JsonMapping | None = field(
         default=None,
         metadata={"help": "a complete launcher file, used instead of all other options"},
     )
@@ -150,7 +151,7 @@ def remote_dir(request: LaunchRequest) -> str:
     return f".heliostat/{request.config['mark']}"
 
 
-def override_options(options: Any, changes: Mapping[str, Any]) -> Any:
+def override_options(options: Any, changes: JsonMapping) -> Any:
     """The options with those that differ for one node type."""
     known = {one.name for one in fields(options)} - {"head", "launcher", "launcher_yaml"}
     wrong = [key for key in changes if key not in known]
@@ -307,7 +308,7 @@ def file_mounts(request: LaunchRequest) -> dict[str, str]:
     return found
 
 
-def adopt_launcher_yaml(request: LaunchRequest, given: Mapping[str, Any]) -> Json:
+def adopt_launcher_yaml(request: LaunchRequest, given: JsonMapping) -> Json:
     """The user's launcher file, with the token, a pinned Ray and the agent on the head added."""
     config = copy.deepcopy(dict(given))
     config["file_mounts"] = {**(config.get("file_mounts") or {}), **file_mounts(request)}

@@ -9,11 +9,12 @@ import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from heliostat.backends.base import Handle
 from heliostat.backends.cloud import files as render
 from heliostat.backends.cloud.files import Json
+from heliostat.common.documents import JsonMapping
 from heliostat.common.errors import Code, HeliostatError
 from heliostat.common.processes import process_start
 from heliostat.remote.transport import Local
@@ -79,7 +80,7 @@ def read_last_output(folder: Path) -> str:
 
 
 def name_instances(
-    handle: Handle, instances: Sequence[Json], members: Sequence[NodeRecord], before: Mapping[str, Any]
+    handle: Handle, instances: Sequence[Json], members: Sequence[NodeRecord], before: JsonMapping
 ) -> dict[str, Json]:
     """The instances by node name. An instance keeps its name; a new one gets a free name of its group, else a new one."""
     named: dict[str, Json] = {}
@@ -119,8 +120,8 @@ def resolve_state(
     role: str,
     operation: str,
     failure: str,
-    table: Mapping[str, Any] | None,
-    before: Mapping[str, Any],
+    table: JsonMapping | None,
+    before: JsonMapping,
     seen: Json,
 ) -> tuple[N, str]:
     """(state, reason) of a node. one: its instance; table: Ray's node table; seen: the instances of the cluster."""

@@ -16,12 +16,13 @@ import ssl
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode, urlsplit
 
+from heliostat.common.documents import JsonMapping, JsonObject
 from heliostat.common.errors import AccessDenied, Code, HeliostatError, Refused, UsageError
 from heliostat.state.ownership import temp_directory
 
@@ -196,7 +197,7 @@ class Api:
             total=5, connect=1, read=1, backoff_factor=0.3, backoff_jitter=0.3, allowed_methods=None,
             status_forcelist=(429, 500, 502, 503, 504), raise_on_status=False,
         )  # fmt: skip
-        message: dict[str, Any] = {"retries": retry, "maxsize": 8}
+        message: JsonObject = {"retries": retry, "maxsize": 8}
         if self.tls:
             message["ssl_context"] = self.tls
             name = self.tls_name
@@ -229,7 +230,7 @@ class Api:
         path: str,
         body: Any = None,
         *,
-        query: Mapping[str, Any] | None = None,
+        query: JsonMapping | None = None,
         kind: str = "application/json",
     ) -> Any:
         """The response as a JSON document, or as text if it is not JSON."""
@@ -265,7 +266,7 @@ class Api:
         path: str,
         body: Any = None,
         *,
-        query: Mapping[str, Any] | None = None,
+        query: JsonMapping | None = None,
         kind: str = "application/json",
         seconds: float = REQUEST_TIMEOUT_S,
     ) -> bytes:
@@ -294,7 +295,7 @@ class Api:
         method: str,
         path: str,
         body: Any,
-        query: Mapping[str, Any] | None,
+        query: JsonMapping | None,
         kind: str,
         seconds: float,
     ) -> urllib3.BaseHTTPResponse:
@@ -332,7 +333,7 @@ class Api:
             hint="kubectl cluster-info",
         )
 
-    def watch(self, path: str, query: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    def watch(self, path: str, query: JsonMapping) -> Iterator[JsonObject]:
         """Events from the given resource version on, until the server ends the watch. Refused (410): the version is too old."""
         import urllib3
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from heliostat.backends.base import (
     Check,
@@ -32,6 +32,7 @@ from heliostat.backends.kubernetes.checks import QUESTIONS, checks
 from heliostat.backends.kubernetes.logs import read_pod_logs, run_in_pod
 from heliostat.backends.kubernetes.options import Options
 from heliostat.backends.kubernetes.watch import Cluster, Object
+from heliostat.common.documents import JsonMapping, JsonObject
 from heliostat.common.errors import Code, DeadlineError, HeliostatError, NotFoundError, Refused, UsageError
 from heliostat.remote.transport import Completed
 from heliostat.state.states import NodeState
@@ -196,7 +197,7 @@ class Kubernetes(Platform):
     # -- status
 
     def platform_status(
-        self, handle: Handle, nodes: Sequence[NodeRecord], before: Mapping[str, Any], host: Transport
+        self, handle: Handle, nodes: Sequence[NodeRecord], before: JsonMapping, host: Transport
     ) -> PlatformStatus:
         cluster = self._cluster(handle)
         obj, pods = cluster.observe()
@@ -207,7 +208,7 @@ class Kubernetes(Platform):
         alive = self._read_alive_addresses(handle, cluster, named, before, token)
         events = cluster.warnings() if None in named.values() else []
         replaced = {node.name for node in nodes} if not obj["spec"].get("suspend") else set()
-        statuses: dict[str, Mapping[str, Any]] = {}
+        statuses: dict[str, JsonMapping] = {}
         for name, pod in named.items():
             if pod is None:
                 node = next(node for node in nodes if node.name == name)
@@ -230,7 +231,7 @@ class Kubernetes(Platform):
         state, reason = states.resolve_missing_pod(events, bool(seen), is_late)
         return {"state": state, "reason": reason}
 
-    def _read_token(self, handle: Handle, cluster: Cluster, obj: Mapping[str, Any]) -> str | None:
+    def _read_token(self, handle: Handle, cluster: Cluster, obj: JsonMapping) -> str | None:
         """The token, from the Secret that the operator creates with the cluster's name."""
         name = cluster.ray_name(obj)
         if cluster.token is None and name and cluster.check_token_required(obj):
@@ -246,8 +247,8 @@ class Kubernetes(Platform):
         self,
         handle: Handle,
         cluster: Cluster,
-        named: Mapping[str, Mapping[str, Any] | None],
-        before: Mapping[str, Any],
+        named: Mapping[str, JsonMapping | None],
+        before: JsonMapping,
         token: str | None,
     ) -> frozenset[str] | None:
         """The addresses in Ray's node table; cached while all nodes are ready. None if Ray does not answer."""
@@ -280,7 +281,7 @@ class Kubernetes(Platform):
 
     def _make_connection(
         self, cluster: Cluster, obj: Object, statuses: Mapping[str, Object]
-    ) -> dict[str, Any] | None:
+    ) -> JsonObject | None:
         head = next((status for status in statuses.values() if status["role"] == "head"), {})
         if head.get("state") != "READY":
             return None
@@ -322,7 +323,7 @@ class Kubernetes(Platform):
         self._patch(handle, [{"op": "add", "path": "/spec/suspend", "value": value}])
         self._tables.pop(str(handle.detail["uid"]), None)
 
-    def _patch(self, handle: Handle, patch: list[dict[str, Any]]) -> None:
+    def _patch(self, handle: Handle, patch: list[JsonObject]) -> None:
         """Applies the whole patch, or nothing if the object was replaced: the server tests the uid."""
         api, cluster = _api(handle), self._cluster(handle)
         guarded = [{"op": "test", "path": "/metadata/uid", "value": cluster.uid}, *patch]
@@ -343,7 +344,7 @@ class Kubernetes(Platform):
         finally:
             cluster.invalidate()
 
-    def replace_node(self, handle: Handle, node: str, status: Mapping[str, Any], host: Transport) -> None:
+    def replace_node(self, handle: Handle, node: str, status: JsonMapping, host: Transport) -> None:
         cluster = self._cluster(handle)
         cluster.delete_pod(str(status["id"]))
         cluster.invalidate()
@@ -377,7 +378,7 @@ class Kubernetes(Platform):
         return replace(done, argv=tuple(argv))
 
     def logs(
-        self, handle: Handle, node: str, status: Mapping[str, Any], known: Mapping[str, int], host: Transport
+        self, handle: Handle, node: str, status: JsonMapping, known: Mapping[str, int], host: Transport
     ) -> Mapping[str, bytes]:
         cluster = self._cluster(handle)
         if not status.get("id"):
@@ -445,7 +446,7 @@ def _api(handle: Handle) -> kube.Api:
 
 
 def _objects_left_error(
-    handle: Handle, obj: Mapping[str, Any] | None, pods: Sequence[Mapping[str, Any]], now: bool
+    handle: Handle, obj: JsonMapping | None, pods: Sequence[JsonMapping], now: bool
 ) -> DeadlineError:
     """The error with the remaining objects: a node that does not answer keeps pods after the object was deleted."""
     kind, name, space = str(handle.detail["object"]), handle.detail["name"], handle.detail["namespace"]
@@ -473,7 +474,7 @@ def _collection_path(namespace: str, kind: str) -> str:
     return f"{kube.RAY_API}/namespaces/{namespace}/{PLURALS[kind]}"
 
 
-def _handle(api: kube.Api, namespace: str, obj: Mapping[str, Any], nodes: tuple[str, ...]) -> Handle:
+def _handle(api: kube.Api, namespace: str, obj: JsonMapping, nodes: tuple[str, ...]) -> Handle:
     about = obj["metadata"]
     since = datetime.fromisoformat(about["creationTimestamp"].replace("Z", "+00:00")).timestamp()
     detail = {

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from heliostat.backends.base import Check, Question, by_name
 from heliostat.backends.kubernetes import api as kube
+from heliostat.common.documents import JsonMapping
 from heliostat.common.errors import AccessDenied, HeliostatError
 
 REVIEWS = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
@@ -29,7 +29,7 @@ QUESTIONS = by_name(
 )
 
 
-def checks(table: Mapping[str, Any]) -> Iterator[Check]:
+def checks(table: JsonMapping) -> Iterator[Check]:
     """Runs the checks. table: the `kubernetes:` table of the spec."""
     try:
         api = kube.connect(table.get("kubeconfig"), table.get("context"))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import urlencode
 
 from heliostat.backends.kubernetes import api as kube
+from heliostat.common.documents import JsonMapping
 from heliostat.common.errors import AccessDenied, HeliostatError
 from heliostat.remote.transport import Completed
 
@@ -29,7 +30,7 @@ _complete_lives: set[tuple[str, str, int]] = set()  # ended containers whose log
 def read_pod_logs(
     api: kube.Api,
     namespace: str,
-    node_status: Mapping[str, Any],
+    node_status: JsonMapping,
     known: Mapping[str, int],
     ray: RayApi | None,
 ) -> dict[str, bytes]:

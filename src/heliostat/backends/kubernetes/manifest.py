@@ -8,11 +8,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from heliostat.backends.kubernetes.api import ID_LABEL
 from heliostat.backends.kubernetes.states import DEFAULT_GROUP
 from heliostat.backends.overrides import merge
+from heliostat.common.documents import JsonMapping, JsonObject
 from heliostat.common.errors import UsageError
 from heliostat.common.shell import quote
 from heliostat.config.members import Kind, head_member, list_worker_kinds
@@ -40,13 +41,13 @@ def render_manifest(
     *,
     run: bool,
     detached: bool = False,
-) -> dict[str, Any]:
+) -> JsonObject:
     """The RayCluster or RayJob of the spec."""
     ours = (
         {ID_LABEL: cluster_id} if cluster_id.strip("0") else {}
     )  # no label in a dry run: its manifest is for `kubectl create`
     labels = {**options.labels, "app.kubernetes.io/managed-by": "heliostat", **ours}
-    metadata: dict[str, Any] = {"name": spec.cluster_name}
+    metadata: JsonObject = {"name": spec.cluster_name}
     if options.namespace:
         metadata["namespace"] = options.namespace
     metadata["labels"] = labels
@@ -69,15 +70,15 @@ def render_manifest(
             "rayClusterSpec": cluster,
         }  # fmt: skip
     document = {"apiVersion": "ray.io/v1", "kind": kind, "metadata": metadata, "spec": cluster}
-    whole: dict[str, Any] = json.loads(
+    whole: JsonObject = json.loads(
         json.dumps(document)
     )  # copies shared values, which YAML would write as references
     return whole
 
 
-def _cluster(spec: ClusterSpec, options: Options, groups: Mapping[str, Options]) -> dict[str, Any]:
+def _cluster(spec: ClusterSpec, options: Options, groups: Mapping[str, Options]) -> JsonObject:
     ray, kinds = ray_version(spec, options), list_worker_kinds(spec)
-    found: dict[str, Any] = {
+    found: JsonObject = {
         "rayVersion": ray,
         "authOptions": {"mode": "token" if spec.security.auth == "token" else "disabled"},
     }
@@ -93,11 +94,11 @@ def _cluster(spec: ClusterSpec, options: Options, groups: Mapping[str, Options])
     start = {} if spec.head.work else {"num-cpus": "0", "num-gpus": "0"}
     found["headGroupSpec"] = _group(spec, options, head, start)
     found["workerGroupSpecs"] = [_workers(spec, groups.get(kind.name or "", options), kind) for kind in kinds]
-    whole: dict[str, Any] = merge(found, options.cluster)
+    whole: JsonObject = merge(found, options.cluster)
     return whole
 
 
-def _workers(spec: ClusterSpec, options: Options, kind: Kind) -> dict[str, Any]:
+def _workers(spec: ClusterSpec, options: Options, kind: Kind) -> JsonObject:
     return {
         "groupName": kind.name or DEFAULT_GROUP,
         "replicas": kind.first,
@@ -107,24 +108,22 @@ def _workers(spec: ClusterSpec, options: Options, kind: Kind) -> dict[str, Any]:
     }
 
 
-def _group(spec: ClusterSpec, options: Options, member: Member, start: dict[str, str]) -> dict[str, Any]:
+def _group(spec: ClusterSpec, options: Options, member: Member, start: dict[str, str]) -> JsonObject:
     if spec.object_store:
         start = {**start, "object-store-memory": str(spec.object_store)}
-    found: dict[str, Any] = {"rayStartParams": {**start, **options.ray_start}}
+    found: JsonObject = {"rayStartParams": {**start, **options.ray_start}}
     if member.labels:
         found["labels"] = dict(member.labels)
     if member.resources:
         found["resources"] = {name: str(int(amount)) for name, amount in member.resources.items()}
-    template: dict[str, Any] = {
-        "spec": merge(_pod(spec, options, member), _name_containers(options.pod, member))
-    }
+    template: JsonObject = {"spec": merge(_pod(spec, options, member), _name_containers(options.pod, member))}
     about = {"labels": dict(options.labels), "annotations": dict(options.annotations)}
     about = {key: value for key, value in about.items() if value}
     found["template"] = {"metadata": about, **template} if about else template
     return found
 
 
-def _pod(spec: ClusterSpec, options: Options, member: Member) -> dict[str, Any]:
+def _pod(spec: ClusterSpec, options: Options, member: Member) -> JsonObject:
     memory = member.memory or DEFAULT_MEMORY
     idle = member.role == "head" and not spec.head.work  # Ray uses no CPUs of it, but the pod needs some
     cpus = spec.head.cpus or spec.cpus_per_node if idle else member.cpus
@@ -138,7 +137,7 @@ def _pod(spec: ClusterSpec, options: Options, member: Member) -> dict[str, Any]:
         one, mount = _volume(volume, f"volume-{index}")
         volumes.append(one)
         mounts.append(mount)
-    container: dict[str, Any] = {
+    container: JsonObject = {
         "name": f"ray-{member.role}",
         "image": options.image or choose_image(spec, options, member),
         "resources": {"requests": size, "limits": dict(size)},
@@ -152,7 +151,7 @@ def _pod(spec: ClusterSpec, options: Options, member: Member) -> dict[str, Any]:
         container["args"] = [" && ".join(lines)]
     if not container["env"]:
         del container["env"]
-    pod: dict[str, Any] = {"containers": [container], "volumes": volumes}
+    pod: JsonObject = {"containers": [container], "volumes": volumes}
     more = {
         "serviceAccountName": options.service_account,
         "nodeSelector": dict(options.node_selector),
@@ -185,7 +184,7 @@ def setup_commands(spec: ClusterSpec) -> list[str]:
     return lines
 
 
-def _volume(volume: str | Mapping[str, Any], name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def _volume(volume: str | JsonMapping, name: str) -> tuple[JsonObject, JsonObject]:
     """(volume, mount) of `claim:/data[:ro]`, or of a Kubernetes volume with an added `mountPath`."""
     if isinstance(volume, str):
         match = re.fullmatch(r"([a-z0-9][-a-z0-9.]*):(/[^:]*)(:ro)?", volume)
@@ -229,7 +228,7 @@ def format_quantity(size: int) -> str:
     return str(size)
 
 
-def _name_containers(pod: Mapping[str, Any], member: Member) -> Mapping[str, Any]:
+def _name_containers(pod: JsonMapping, member: Member) -> JsonMapping:
     """The pod fields of the spec, with Ray's container name where a container has no name."""
     if not isinstance(pod.get("containers"), list) or not pod["containers"]:
         return pod
@@ -248,13 +247,13 @@ def list_notes(spec: ClusterSpec, run: bool) -> Iterator[str]:
 # -- validation
 
 
-def check_manifest(document: Mapping[str, Any]) -> None:
+def check_manifest(document: JsonMapping) -> None:
     """Raises UsageError for a manifest that KubeRay's operator would reject by an event only."""
     for message, cause in find_problems(document):
         raise UsageError(message, cause=cause, hint="change the file or the option; see heliostat schema")
 
 
-def find_problems(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def find_problems(document: JsonMapping) -> Iterator[tuple[str, str]]:
     kind, name, spec = document["kind"], str(document["metadata"]["name"]), document["spec"]
     most = 47 if kind == "RayJob" else 53
     if len(name) > most:
@@ -277,7 +276,7 @@ def find_problems(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "`gcs.redisPassword.value` would be readable by other users", "name a Secret in `valueFrom`"
 
 
-def _find_auth_problems(spec: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _find_auth_problems(spec: JsonMapping) -> Iterator[tuple[str, str]]:
     if (spec.get("authOptions") or {}).get("mode") != "token":
         return
     found = re.match(r"(\d+)\.(\d+)", str(spec.get("rayVersion") or ""))
@@ -286,9 +285,7 @@ def _find_auth_problems(spec: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield f"Ray {spec.get('rayVersion')} has no authentication", cause
 
 
-def _find_worker_problems(
-    groups: Sequence[Mapping[str, Any]], has_autoscaling: bool
-) -> Iterator[tuple[str, str]]:
+def _find_worker_problems(groups: Sequence[JsonMapping], has_autoscaling: bool) -> Iterator[tuple[str, str]]:
     names = [str(group["groupName"]) for group in groups]
     for name in names:
         if not DNS.fullmatch(name) or name == "headgroup":
@@ -311,9 +308,7 @@ def _find_worker_problems(
             )
 
 
-def _find_group_problems(
-    where: str, group: Mapping[str, Any], has_autoscaling: bool
-) -> Iterator[tuple[str, str]]:
+def _find_group_problems(where: str, group: JsonMapping, has_autoscaling: bool) -> Iterator[tuple[str, str]]:
     pod, start = group["template"]["spec"], group.get("rayStartParams") or {}
     if not pod.get("containers"):
         yield f"the pods of `{where}` have no container", "the first of `containers` is Ray's"

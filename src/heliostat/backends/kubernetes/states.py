@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import datetime
-from typing import Any
 
+from heliostat.agent.protocol import NodeReport
 from heliostat.backends.base import Observation
+from heliostat.common.documents import JsonMapping, JsonObject
 from heliostat.state.records import NodeRecord
 from heliostat.state.states import NodeState
 
@@ -28,10 +29,10 @@ MAX_CRASHES = 2  # restarts of a container before its node is FAILED
 # exit code of a job by the jobStatus of its RayJob
 EXIT_CODES = {"SUCCEEDED": 0, "FAILED": 1, "STOPPED": None}
 
-Pod = Mapping[str, Any]
+Pod = JsonMapping
 
 
-def resolve_object_state(obj: Mapping[str, Any], exists: Callable[[], bool], launch: int) -> Observation:
+def resolve_object_state(obj: JsonMapping, exists: Callable[[], bool], launch: int) -> Observation:
     """The state of a RayCluster or RayJob as a whole. exists: whether the RayCluster of a RayJob exists."""
     status = obj.get("status") or {}
     native_state = str(status.get("jobDeploymentStatus") or status.get("state") or "")
@@ -52,15 +53,16 @@ def resolve_object_state(obj: Mapping[str, Any], exists: Callable[[], bool], lau
             return Observation(N.ALLOCATED, "", native_state)
         return Observation(N.STOPPING if job else N.FAILED, reason, native_state)
     # the final report of a job that ended by itself
-    report = {"state": "GONE" if job in EXIT_CODES else "FAILED", "reason": reason or "its job has ended"}
-    return Observation(
-        N.GONE, reason, native_state, {**report, "launch": launch, "exit_code": EXIT_CODES.get(job)}
-    )
+    report: NodeReport = {
+        "state": "GONE" if job in EXIT_CODES else "FAILED",
+        "reason": reason or "its job has ended",
+        "launch": launch,
+        "exit_code": EXIT_CODES.get(job),
+    }
+    return Observation(N.GONE, reason, native_state, report)
 
 
-def name_pods(
-    nodes: Sequence[NodeRecord], pods: Sequence[Pod], before: Mapping[str, Any]
-) -> dict[str, Pod | None]:
+def name_pods(nodes: Sequence[NodeRecord], pods: Sequence[Pod], before: JsonMapping) -> dict[str, Pod | None]:
     """The pod of each node. A pod keeps its name. A node without a pod gets the next unnamed pod. The remaining pods, which
     the autoscaler added, get new names."""
     named: dict[str, Pod | None] = {node.name: None for node in nodes}
@@ -113,11 +115,11 @@ def role_and_group(pod: Pod) -> tuple[str, str | None]:
 def resolve_pod_status(
     pod: Pod,
     alive: Collection[str] | None,
-    before: Mapping[str, Any],
+    before: JsonMapping,
     *,
     replaced: bool = False,
     now: float = 0.0,
-) -> dict[str, Any]:
+) -> JsonObject:
     """The status of the node of this pod.
 
     alive: addresses in Ray's node table; None if Ray did not answer. before: the node's last status. replaced: KubeRay
@@ -149,13 +151,13 @@ def resolve_pod_status(
     }
 
 
-def _describe_restarts(status: Mapping[str, Any]) -> dict[str, Any]:
+def _describe_restarts(status: JsonMapping) -> JsonObject:
     """Restarts of containers by the kubelet: count, end of the last container, and a sentence."""
     rows = [row for row in status.get("containerStatuses") or () if row.get("restartCount")]
     if not rows:
         return {}
 
-    def ended(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    def ended(row: JsonMapping) -> JsonMapping:
         return (row.get("lastState") or {}).get("terminated") or {}
 
     last = max(rows, key=lambda row: str(ended(row).get("finishedAt") or ""))
@@ -168,9 +170,7 @@ def _describe_restarts(status: Mapping[str, Any]) -> dict[str, Any]:
     return {"restarts": count, "restarted": since, "restart": f"{name} was restarted {often}{why}"}
 
 
-def _find_first_pull_failure(
-    status: Mapping[str, Any], before: Mapping[str, Any], now: float
-) -> float | None:
+def _find_first_pull_failure(status: JsonMapping, before: JsonMapping, now: float) -> float | None:
     """Time of the first failed image pull; None if no pull failed or the image is present."""
     rows = (*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ()))
     fails = any(((row.get("state") or {}).get("waiting") or {}).get("reason") in PULL_ERRORS for row in rows)
@@ -180,7 +180,7 @@ def _find_first_pull_failure(
     return float(known) if known else (now if fails else None)
 
 
-def _resolve_pod_state(pod: Pod, status: Mapping[str, Any], pull_s: float) -> tuple[str, str]:
+def _resolve_pod_state(pod: Pod, status: JsonMapping, pull_s: float) -> tuple[str, str]:
     """(state, reason) of a pod. pull_s: time since the first failed image pull."""
     phase = status.get("phase") or "Pending"
     conditions = {c["type"]: c for c in status.get("conditions") or ()}
@@ -206,7 +206,7 @@ def _resolve_pod_state(pod: Pod, status: Mapping[str, Any], pull_s: float) -> tu
     return "QUEUED", "waits for a Kubernetes node"
 
 
-def _resolve_container_state(status: Mapping[str, Any], pull_s: float) -> tuple[str, str] | None:
+def _resolve_container_state(status: JsonMapping, pull_s: float) -> tuple[str, str] | None:
     """(state, reason) of a container that keeps the pod from running; None for other containers."""
     waiting = (status.get("state") or {}).get("waiting") or {}
     reason, message = str(waiting.get("reason") or ""), str(waiting.get("message") or "")
@@ -223,7 +223,7 @@ def _resolve_container_state(status: Mapping[str, Any], pull_s: float) -> tuple[
     return None
 
 
-def _describe_exit(ended: Mapping[str, Any]) -> str:
+def _describe_exit(ended: JsonMapping) -> str:
     if not ended:
         return ""
     reason = f", {ended['reason']}" if ended.get("reason") not in (None, "Error", "Completed") else ""
@@ -231,7 +231,7 @@ def _describe_exit(ended: Mapping[str, Any]) -> str:
     return f" with code {ended.get('exitCode')}{reason}{message}"
 
 
-def _describe_pod_end(status: Mapping[str, Any]) -> str:
+def _describe_pod_end(status: JsonMapping) -> str:
     if status.get("reason"):  # Evicted, Preempting, NodeShutdown
         return f"{status['reason']}: {status.get('message') or ''}".rstrip(": ")[:300]
     for container in status.get("containerStatuses") or ():
@@ -241,7 +241,7 @@ def _describe_pod_end(status: Mapping[str, Any]) -> str:
     return "its pod has ended"
 
 
-def resolve_missing_pod(events: Sequence[Mapping[str, Any]], seen: bool, old: bool) -> tuple[str, str]:
+def resolve_missing_pod(events: Sequence[JsonMapping], seen: bool, old: bool) -> tuple[str, str]:
     """(state, reason) of a node without a pod.
 
     events: warnings about the cluster, newest last. seen: the operator has processed the object. old: it had enough time."""

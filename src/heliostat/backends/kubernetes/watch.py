@@ -8,11 +8,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from heliostat.backends.kubernetes import api as kube
+from heliostat.common.documents import JsonMapping
 from heliostat.common.errors import HeliostatError, Refused
 
 WATCH_AFTER_S = 10.0  # a second read within this time starts the watches
 WARNINGS_CACHE_S = 2.0
-Object = Mapping[str, Any]
+Object = JsonMapping
 
 
 class Cluster:
@@ -228,7 +229,7 @@ class _Watch(threading.Thread):
                 pause = min(5.0, pause * 2)
         self.closed = True
 
-    def _apply(self, event: Mapping[str, Any]) -> None:
+    def _apply(self, event: JsonMapping) -> None:
         """Replaces the table, so that readers in other threads see a complete one."""
         if event["type"] == "BOOKMARK":
             return

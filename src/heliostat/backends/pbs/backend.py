@@ -38,6 +38,7 @@ from heliostat.backends.pbs.qstat import (
     to_observation,
 )
 from heliostat.backends.pbs.queues import check_fits, find_qstat, parse_json, split_sections
+from heliostat.common.documents import JsonMapping, JsonObject
 from heliostat.common.errors import Code, HeliostatError, UsageError
 from heliostat.common.units import count
 from heliostat.state.states import NodeState
@@ -123,7 +124,7 @@ class Pbs(batch.Batch):
     def checks(self, spec: ClusterSpec | None, host: Transport) -> list[Check]:
         return run_checks(host)
 
-    def nodes_of(self, table: Mapping[str, Any]) -> int | None:
+    def nodes_of(self, table: JsonMapping) -> int | None:
         options = parse_qsub_options(table.get("select"), None, table.get("extra") or ())
         return len(options.chunks) or None
 
@@ -134,7 +135,7 @@ class Pbs(batch.Batch):
 
     # -- planning
 
-    def survey(self, options: Any, host: Transport) -> dict[str, Any]:
+    def survey(self, options: Any, host: Transport) -> JsonObject:
         try:
             return queues.survey(host)
         except HeliostatError:
@@ -185,7 +186,7 @@ class Pbs(batch.Batch):
 
     # -- launch
 
-    def _job_scope(self, request: LaunchRequest) -> dict[str, Any]:
+    def _job_scope(self, request: LaunchRequest) -> JsonObject:
         return {"bin": request.facts.get("bin", ""), "dialect": request.facts.get("dialect", "pbs")}
 
     def find_orphans(self, cluster_id: str | None, spec: ClusterSpec, host: Transport) -> list[Handle]:
@@ -201,7 +202,7 @@ class Pbs(batch.Batch):
         scope = {"bin": facts["bin"], "dialect": facts.get("dialect", "pbs")}
         return self._find_orphans(cluster_id, scope, host)
 
-    def _list_tagged_jobs(self, scope: Mapping[str, Any], host: Transport) -> list[tuple[str, str]]:
+    def _list_tagged_jobs(self, scope: JsonMapping, host: Transport) -> list[tuple[str, str]]:
         argv = ["sh", "-c", _QUERY_OWN_JOBS, "sh", scope["bin"]]
         done = batch.run_with_retries(argv, host, TRANSIENT)
         if done.code and not done.out.strip():
@@ -247,7 +248,7 @@ class Pbs(batch.Batch):
         batch.run_with_retries(argv, host, TRANSIENT)
 
 
-def _program(name: str, scope: Mapping[str, Any]) -> str:
+def _program(name: str, scope: JsonMapping) -> str:
     """The path of a PBS command; its name alone if the directory is unknown."""
     return f"{scope['bin']}/{name}" if scope.get("bin") else name
 
@@ -363,11 +364,11 @@ def _directives(
 # -- output of PBS
 
 
-def _parse_jobs(text: str) -> dict[str, dict[str, Any]]:
+def _parse_jobs(text: str) -> dict[str, JsonObject]:
     return dict(parse_json(text).get("Jobs") or {})  # without jobs the key is absent
 
 
-def _parse_torque_jobs(text: str) -> dict[str, dict[str, Any]]:
+def _parse_torque_jobs(text: str) -> dict[str, JsonObject]:
     import xml.etree.ElementTree as Xml
 
     try:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from heliostat.backends import batch
 from heliostat.backends.base import Observation
+from heliostat.common.documents import JsonMapping
 from heliostat.common.errors import Code, UsageError
 from heliostat.common.limits import MAX_NODES
 from heliostat.state.states import NodeState
@@ -90,7 +90,7 @@ def not_pbs_error(answers: Sequence[str]) -> UsageError:
     )
 
 
-def to_observation(job: Mapping[str, Any]) -> Observation:
+def to_observation(job: JsonMapping) -> Observation:
     """The observation for one job of `qstat -f -F json`."""
     state, comment = str(job.get("job_state", "")), str(job.get("comment") or "")
     known = STATES.get(state)
@@ -108,7 +108,7 @@ def to_observation(job: Mapping[str, Any]) -> Observation:
     return Observation(known, "" if known is N.ALLOCATED else "the job is exiting", state)
 
 
-def _pending_observation(job: Mapping[str, Any], state: str, comment: str) -> Observation:
+def _pending_observation(job: JsonMapping, state: str, comment: str) -> Observation:
     prefix, _, reason = comment.partition(": ")
     if prefix == NEVER:
         return Observation(N.FAILED, f"it can never run: {reason}", comment)

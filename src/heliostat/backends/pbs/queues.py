@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from heliostat.backends.batch import OBSERVE_S
 from heliostat.backends.pbs.qstat import identify_qstat, parse_qsub_options, parse_walltime
+from heliostat.common.documents import JsonObject
 from heliostat.common.errors import Code, UsageError
 from heliostat.common.units import count, format_duration
 
@@ -30,7 +31,7 @@ def find_qstat(host: Transport) -> list[tuple[str, str]]:
     return split_sections(host.run(["sh", "-c", FIND_QSTAT], timeout=OBSERVE_S).out)
 
 
-def survey(host: Transport) -> dict[str, Any]:
+def survey(host: Transport) -> JsonObject:
     """{"bin", "dialect", "queues", "queue"}; {"not_pbs": outputs} if no `qstat` is PBS's; {} if there is none.
 
     Raises HeliostatError if the host or PBS does not answer."""
@@ -41,18 +42,18 @@ def survey(host: Transport) -> dict[str, Any]:
     if index < 0:
         return {"not_pbs": [text for _, text in found]}
     directory = found[index][0]
-    facts: dict[str, Any] = {"bin": directory, "dialect": dialect}
+    facts: JsonObject = {"bin": directory, "dialect": dialect}
     if dialect == "pbs":
         facts |= parse_queues(host.run(["sh", "-c", QUERY_QUEUES, "sh", directory], timeout=OBSERVE_S).out)
     return facts
 
 
-def parse_queues(text: str) -> dict[str, Any]:
+def parse_queues(text: str) -> JsonObject:
     """{"queues": {name: {"enabled", "route", "time_s", "default_s", "nodes"}}, "queue": the default}; {} without queues.
 
     text: the output of QUERY_QUEUES."""
     sections = dict(split_sections(text))
-    queues: dict[str, Any] = {}
+    queues: JsonObject = {}
     for name, queue in parse_json(sections.get("queues", "")).get("Queue", {}).items():
         maximum, default = queue.get("resources_max") or {}, queue.get("resources_default") or {}
         queues[name] = {
@@ -62,7 +63,7 @@ def parse_queues(text: str) -> dict[str, Any]:
             "default_s": parse_walltime(default.get("walltime")),
             "nodes": maximum.get("nodect"),
         }
-    servers: dict[str, Any] = parse_json(sections.get("server", "")).get("Server", {})
+    servers: JsonObject = parse_json(sections.get("server", "")).get("Server", {})
     names = [server.get("default_queue") for server in servers.values()]
     return {"queues": queues, "queue": names[0] if names else None} if queues else {}
 
@@ -115,7 +116,7 @@ def split_sections(text: str) -> list[tuple[str, str]]:
     return [(title.strip(), body.strip("\n")) for title, body in zip(parts[::2], parts[1::2], strict=True)]
 
 
-def parse_json(text: str) -> dict[str, Any]:
+def parse_json(text: str) -> JsonObject:
     """The JSON document in PBS's output, which may have an error message before or after it; {} without one."""
     try:
         value, _ = json.JSONDecoder(strict=False).raw_decode(text, text.index("{"))

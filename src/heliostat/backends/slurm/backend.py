@@ -51,6 +51,7 @@ from heliostat.backends.slurm.states import (
     rejection_code,
     to_observation,
 )
+from heliostat.common.documents import JsonMapping, JsonObject
 from heliostat.common.errors import Code, HeliostatError
 from heliostat.common.shell import wrap_in_shell
 from heliostat.common.units import count
@@ -105,7 +106,7 @@ class Slurm(batch.Batch):
 
     # -- planning
 
-    def survey(self, options: Any, host: Transport) -> dict[str, Any]:
+    def survey(self, options: Any, host: Transport) -> JsonObject:
         """{"partitions": see `parse_partitions`, "kill_wait_s", "partition": the default from the environment}"""
         argv = [
             "sinfo",
@@ -113,7 +114,7 @@ class Slurm(batch.Batch):
             "--format=%P|%a|%l|%D|%c|%m|%G|%s",
             *_cluster_option(clusters_option(options)),
         ]
-        facts: dict[str, Any] = {}
+        facts: JsonObject = {}
         try:
             done = host.run(argv, timeout=20)
             if done.code == 0:
@@ -215,14 +216,14 @@ class Slurm(batch.Batch):
 
     # -- launch
 
-    def _job_scope(self, request: LaunchRequest) -> dict[str, Any]:
+    def _job_scope(self, request: LaunchRequest) -> JsonObject:
         return {"clusters": clusters_option(request.options)}
 
     def find_orphans(self, cluster_id: str | None, spec: ClusterSpec, host: Transport) -> list[Handle]:
         options = Options(**spec.backend_tables.get(self.name, {}))
         return self._find_orphans(cluster_id, {"clusters": clusters_option(options)}, host)
 
-    def _list_tagged_jobs(self, scope: Mapping[str, Any], host: Transport) -> list[tuple[str, str]]:
+    def _list_tagged_jobs(self, scope: JsonMapping, host: Transport) -> list[tuple[str, str]]:
         argv = ["squeue", "--me", "--noheader", "--format=%i|%k", *_cluster_option(scope["clusters"])]
         done = batch.run_with_retries(argv, host, TRANSIENT)
         if done.code:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from heliostat.backends.slurm.options import partition_option
+from heliostat.common.documents import JsonMapping, JsonObject
 from heliostat.common.errors import Code, UsageError
 from heliostat.common.units import count, format_duration
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from heliostat.backends.base import LaunchRequest
 
 
-def parse_partitions(text: str) -> dict[str, dict[str, Any]]:
+def parse_partitions(text: str) -> dict[str, JsonObject]:
     """{name: {"default", "up", "time_s", "nodes", "most": nodes per job, "kinds": node configurations}} from sinfo's output.
 
     sinfo prints one line per partition and node configuration."""
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, JsonObject] = {}
     for line in text.splitlines():
         fields = line.strip().split("|")
         if len(fields) != 8:
@@ -99,7 +99,7 @@ def check_fits(request: LaunchRequest, limit: int | None) -> int | None:
     return most_s
 
 
-def _nodes_per_job(partition: Mapping[str, Any]) -> int:
+def _nodes_per_job(partition: JsonMapping) -> int:
     """How many nodes of the partition one job can have."""
     nodes, most = int(partition["nodes"]), partition["most"]
     return nodes if most is None else min(nodes, most)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from heliostat.agent.protocol import NodeReport
 from heliostat.backends.base import (
     RUN_S,
     Backend,
@@ -26,6 +27,7 @@ from heliostat.backends.base import (
     by_name,
     require_programs,
 )
+from heliostat.common.documents import JsonMapping, JsonObject
 from heliostat.common.errors import Code, HeliostatError, PartialFailure, UsageError
 from heliostat.common.shell import SAFE
 from heliostat.remote.directory import REMOTE_ROOT, UNSAFE, pack
@@ -113,7 +115,7 @@ class SshBackend(Backend):
             steps.append(Step((*ssh_command(host), "bash", path.as_posix()), (member.name,), config))
         return Plan(tuple(files), tuple(steps))
 
-    def _config(self, request: LaunchRequest, member: Member) -> dict[str, Any]:
+    def _config(self, request: LaunchRequest, member: Member) -> JsonObject:
         spec = request.spec
         assert member.host is not None
         directory = _node_directory(request, member.name)
@@ -144,7 +146,7 @@ class SshBackend(Backend):
         A host that is unreachable or refuses gets a handle too; `observe` reports it as FAILED."""
         texts = {file.path.name: file.text.encode() for file in plan.files}
         first, *workers = plan.steps
-        head: Mapping[str, Any] | None = request.facts.get("head")
+        head: JsonMapping | None = request.facts.get("head")
         if first.config["role"] == "head":
             handle = _start(request, first, texts, None)
             yield handle
@@ -261,7 +263,7 @@ def _node_directory(request: LaunchRequest, node: str) -> Path:
     return request.folder.parent / node
 
 
-def _detail(request: LaunchRequest, step: Step) -> dict[str, Any]:
+def _detail(request: LaunchRequest, step: Step) -> JsonObject:
     member = next(m for m in request.members if m.name == step.nodes[0])
     return {
         "ssh": list(ssh_command(member.host)),
@@ -272,7 +274,7 @@ def _detail(request: LaunchRequest, step: Step) -> dict[str, Any]:
 
 
 def _start(
-    request: LaunchRequest, step: Step, texts: Mapping[str, bytes], head: Mapping[str, Any] | None
+    request: LaunchRequest, step: Step, texts: Mapping[str, bytes], head: JsonMapping | None
 ) -> Handle:
     """Copy the files, start the agent and return its first report, over one connection."""
     node, detail = step.nodes[0], _detail(request, step)
@@ -298,7 +300,7 @@ def _start(
     return _handle(node, {**detail, "head": answer["head"]}, answer["report"])
 
 
-def _handle(node: str, detail: Mapping[str, Any], report: Mapping[str, Any]) -> Handle:
+def _handle(node: str, detail: JsonMapping, report: JsonMapping) -> Handle:
     process = {key: report.get(key) for key in ("pid", "start", "temp", "executable")}
     return Handle(f"{node}.{report['pid']}.{report['start']}", (node,), {**detail, **process})
 
@@ -329,7 +331,7 @@ def _find_clusters(host: Host, cluster: str) -> list[Handle]:
 
 def _find_orphan(member: Member, root: Path, cluster_id: str) -> Handle | None:
     """The handle of an agent that was started on the member's host; None if the host does not answer."""
-    detail: dict[str, Any] = {
+    detail: JsonObject = {
         "ssh": list(ssh_command(member.host)),
         "folder": (root / member.name).as_posix(),
         "mark": f"{cluster_id}-{member.name}",
@@ -357,7 +359,7 @@ def _observe(handle: Handle) -> Observation:
         if done.code == UNSAFE:
             return Observation(N.UNKNOWN, done.err.strip()[-300:])
         started, _, text = done.out.partition("\n")
-        report = json.loads(text) if text.strip() else {}
+        report: NodeReport = json.loads(text) if text.strip() else {}
     except HeliostatError as error:
         return Observation(N.UNKNOWN, f"{error.message}: {error.cause}")
     except ValueError:

@@ -13,11 +13,29 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from heliostat.common.errors import Code, Refused
 
 Json = dict[str, Any]
+
+
+class OwnedResources(TypedDict, total=False):
+    """The objects in the account that belong to one cluster. All but the first five are of AWS."""
+
+    backend: str
+    name: str
+    mark: str  # the cluster id, as a tag of each object
+    key_file: str
+    key_made: bool  # Heliostat created the key
+    region: str
+    ssh_from: list[str]
+    groups_given: bool  # the user's own security groups are used
+    key_name: str | None
+    role_made: bool
+    policies: list[str]
+
+
 GROUP_FREE_TIMEOUT_S = 300.0  # until no instance uses a security group
 PERMISSION_ERRORS = ("AccessDenied", "AccessDeniedException", "UnauthorizedOperation")
 ALIVE = ["pending", "running", "stopping", "stopped"]
@@ -27,7 +45,7 @@ ARM = re.compile(r"^[a-z]+\d+g[a-z]*\.")
 GPUS = re.compile(r"^(p\d|g\d)")
 
 
-def create(config: Json, owned: Mapping[str, Any]) -> list[str]:
+def create(config: Json, owned: OwnedResources) -> list[str]:
     """Creates the objects, or finds those of an earlier attempt, and adds them to the config. Returns their names."""
     if config["provider"]["type"] == "aws":
         return _create_aws(config, owned)
@@ -44,14 +62,14 @@ def create(config: Json, owned: Mapping[str, Any]) -> list[str]:
     return ["a key"]
 
 
-def remove(owned: Mapping[str, Any]) -> list[str]:
+def remove(owned: OwnedResources) -> list[str]:
     """Removes the objects; idempotent. Raises Refused if one remains."""
     for name in ("", ".pub") if owned["key_made"] else ():
         Path(owned["key_file"] + name).unlink(missing_ok=True)
     return _remove_aws(owned) if owned["backend"] == "aws" else []
 
 
-def list_remaining(config: Json, owned: Mapping[str, Any] | None) -> list[str]:
+def list_remaining(config: Json, owned: OwnedResources | None) -> list[str]:
     """Sentences on objects that are not removed."""
     provider = config["provider"]
     backend, notes = provider["type"], []
@@ -78,7 +96,7 @@ def list_remaining(config: Json, owned: Mapping[str, Any] | None) -> list[str]:
 # -- local keys
 
 
-def _create_local_key(owned: Mapping[str, Any]) -> str:
+def _create_local_key(owned: OwnedResources) -> str:
     """The public key; creates the key pair if it is missing."""
     path = Path(owned["key_file"])
     if not owned.get("key_made") or path.with_name(path.name + ".pub").exists():
@@ -136,7 +154,7 @@ def _ignore_codes(*codes: str) -> Iterator[None]:
             raise
 
 
-def _create_aws(config: Json, owned: Mapping[str, Any]) -> list[str]:
+def _create_aws(config: Json, owned: OwnedResources) -> list[str]:
     provider, types = config["provider"], config["available_node_types"]
     ec2 = _make_client("ec2", provider["region"])
     _check_zones(ec2, provider)
@@ -222,12 +240,12 @@ def _find_vpc(ec2: Any, types: Mapping[str, Any]) -> str:
     return str(found[0]["VpcId"])
 
 
-def _find_groups(ec2: Any, owned: Mapping[str, Any]) -> list[str]:
+def _find_groups(ec2: Any, owned: OwnedResources) -> list[str]:
     found = ec2.describe_security_groups(Filters=[{"Name": "group-name", "Values": [owned["name"]]}])
     return [group["GroupId"] for group in found["SecurityGroups"]]
 
 
-def _create_group(ec2: Any, owned: Mapping[str, Any], vpc: str) -> str:
+def _create_group(ec2: Any, owned: OwnedResources, vpc: str) -> str:
     """A group that allows all traffic between the nodes, and ssh from `ssh_from`: Ray chooses its ports freely."""
     found = _find_groups(ec2, owned)
     if not found:
@@ -250,11 +268,11 @@ def _create_group(ec2: Any, owned: Mapping[str, Any], vpc: str) -> str:
     return str(found[0])
 
 
-def _tags(kind: str, owned: Mapping[str, Any]) -> list[Json]:
+def _tags(kind: str, owned: OwnedResources) -> list[Json]:
     return [{"ResourceType": kind, "Tags": [{"Key": "heliostat", "Value": owned["mark"]}]}]
 
 
-def _create_key_pair(ec2: Any, owned: Mapping[str, Any]) -> None:
+def _create_key_pair(ec2: Any, owned: OwnedResources) -> None:
     path, tags = Path(owned["key_file"]), _tags("key-pair", owned)
     if not owned["key_made"]:
         with _ignore_codes("InvalidKeyPair.Duplicate"):
@@ -271,7 +289,7 @@ def _create_key_pair(ec2: Any, owned: Mapping[str, Any]) -> None:
     _write_private(path, created["KeyMaterial"].encode())
 
 
-def _create_role(config: Json, owned: Mapping[str, Any]) -> str:
+def _create_role(config: Json, owned: OwnedResources) -> str:
     """The head's role: it may create instances, and terminate those of its own cluster."""
     iam, name = _make_client("iam", config["provider"]["region"]), owned["name"]
     trust = {"Effect": "Allow", "Principal": {"Service": "ec2.amazonaws.com"}, "Action": "sts:AssumeRole"}
@@ -294,7 +312,7 @@ def _create_role(config: Json, owned: Mapping[str, Any]) -> str:
     return str(iam.get_instance_profile(InstanceProfileName=name)["InstanceProfile"]["Arn"])
 
 
-def _role_statements(config: Json, owned: Mapping[str, Any], role: str) -> list[Json]:
+def _role_statements(config: Json, owned: OwnedResources, role: str) -> list[Json]:
     own_instances = {"StringEquals": {"ec2:ResourceTag/ray-cluster-name": config["cluster_name"]}}
     statements: list[Json] = [
         {"Effect": "Allow", "Action": ["ec2:Describe*", "ec2:RunInstances"], "Resource": "*"},
@@ -351,7 +369,7 @@ def read_end_reason(config: Json, tag: str) -> str:
     return ""
 
 
-def _remove_aws(owned: Mapping[str, Any]) -> list[str]:
+def _remove_aws(owned: OwnedResources) -> list[str]:
     ec2, iam, name, removed = (
         _make_client("ec2", owned["region"]),
         _make_client("iam", owned["region"]),
