@@ -21,7 +21,7 @@ import pytest
 
 import lab
 import leaks
-from standins import definitions
+from fakes import definitions
 
 HERE = Path(__file__).parent
 ORDER = ("unit", "contract", "real", "e2e")  # the cheap tests speak first
@@ -103,7 +103,7 @@ PARTIES: dict[str, tuple[str, Callable[[], str | None]]] = {
     ),
     "tmpfs": ("a tmpfs can be mounted", _tmpfs),
     "slurm": ("a lab with a real Slurm can be made", lab.missing),
-    "pbs": ("a lab with a PBS, a real one or the stand-in, can be made", lab.missing),
+    "pbs": ("a lab with a PBS, a real one or the fake, can be made", lab.missing),
     "definitions": ("KubeRay's own definitions are at hand", definitions.missing),
 }
 # what nobody can install here: `--require all` does not mean it

@@ -1,4 +1,4 @@
-"""What the tests of the stand-in for Kubernetes share: manifests, waiting, and one server for a whole file."""
+"""What the tests of the fake for Kubernetes share: manifests, waiting, and one server for a whole file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from standins.kube import Kube
+from fakes.kube import Kube
 
 CLUSTERS = "/apis/ray.io/v1/namespaces/ml/rayclusters"
 JOBS = "/apis/ray.io/v1/namespaces/ml/rayjobs"

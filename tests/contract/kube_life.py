@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from fakes.kube import Kube
 from heliostat import backends
 from heliostat.backends.kubernetes import backend as site
 from heliostat.cli import app
@@ -19,7 +20,6 @@ from heliostat.common.events import Event
 from heliostat.config import loader
 from heliostat.config.spec import ClusterSpec
 from heliostat.state.store import Store
-from standins.kube import Kube
 
 ROOM = {"cpu": "64", "memory": "256Gi", "pods": "110", "nvidia.com/gpu": "16"}
 KINDS = ("rayclusters", "rayjobs", "pods", "services", "secrets")

@@ -1,4 +1,4 @@
-"""What a cluster on Kubernetes does, and does when things go wrong: against the stand-in, which has no Ray behind it here."""
+"""What a cluster on Kubernetes does, and does when things go wrong: against the fake, which has no Ray behind it here."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ import yaml
 
 from contract.kube_life import ROOM, kube, lacks, life, pod_of, server, spec, states, typed
 from contract.worlds import until
+from fakes.kube import Kube
 from heliostat.backends.kubernetes import backend as site
 from heliostat.backends.kubernetes import states as kubernetes_states
 from heliostat.backends.kubernetes import watch as kubernetes_watch
@@ -36,7 +37,6 @@ from heliostat.common.events import Event
 from heliostat.config.spec import ClusterSpec
 from heliostat.state.states import ClusterState
 from heliostat.state.store import Store
-from standins.kube import Kube
 
 pytestmark = pytest.mark.needs_linux
 __all__ = ["kube", "server"]  # fixtures

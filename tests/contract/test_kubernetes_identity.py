@@ -10,10 +10,10 @@ import pytest
 from contract.kube import CLUSTERS, CORE, JOBS, cluster, create, get, job
 from contract.kube_life import kube, life, pod_of, server, spec, states, typed
 from contract.worlds import until
+from fakes.kube import Kube
 from heliostat.common.errors import NotFoundError
 from heliostat.state.states import ClusterState
 from heliostat.state.store import Store
-from standins.kube import Kube
 
 pytestmark = pytest.mark.needs_linux
 __all__ = ["kube", "server"]  # fixtures

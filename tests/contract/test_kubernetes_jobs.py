@@ -13,12 +13,12 @@ import pytest
 from contract.kube import CLUSTERS, JOBS, get
 from contract.kube_life import kube, life, server, spec
 from contract.worlds import until
+from fakes.kube import Kube
 from heliostat.backends.kubernetes import backend as site
 from heliostat.cluster import readiness
 from heliostat.cluster.manager import ClusterManager
 from heliostat.common.errors import HeliostatError, NotFoundError, UsageError
 from heliostat.state.store import Store
-from standins.kube import Kube
 
 pytestmark = pytest.mark.needs_linux
 __all__ = ["kube", "server"]  # fixtures

@@ -10,13 +10,13 @@ import pytest
 from contract.kube import CORE
 from contract.kube_life import kube, life, pod_of, server, spec, states, typed
 from contract.worlds import until
+from fakes.kube import Kube
 from heliostat.backends.kubernetes import backend as site
 from heliostat.backends.kubernetes import states as kubernetes_states
 from heliostat.cluster import log_collector
 from heliostat.common.errors import DeadlineError, HeliostatError
 from heliostat.state.states import ClusterState
 from heliostat.state.store import Store
-from standins.kube import Kube
 
 pytestmark = pytest.mark.needs_linux
 __all__ = ["kube", "server"]  # fixtures
@@ -218,7 +218,7 @@ def test_each_life_of_a_container_has_its_log(kube: Kube, home: Path) -> None:
     life(home).refresh(view.folder, "w1")
     logs = {path.name: path.read_text() for path in (view.folder.logs / "w1").iterdir()}
     assert set(logs) == {"ray-worker.log", "ray-worker.restart-1.log", "ray-worker.restart-2.log"}
-    assert set(logs.values()) == {"the stand-in: ray start, and nothing behind it\n"}, logs
+    assert set(logs.values()) == {"the fake: ray start, and nothing behind it\n"}, logs
     life(home).refresh(view.folder, "w1")
     assert logs == {path.name: path.read_text() for path in (view.folder.logs / "w1").iterdir()}, "once each"
 

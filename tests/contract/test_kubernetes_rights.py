@@ -10,11 +10,11 @@ import pytest
 import yaml
 
 from contract.kube_life import kube, lacks, life, server, spec, typed
+from fakes.kube import Kube
 from heliostat.backends.kubernetes import api as kube_api
 from heliostat.cluster import readiness
 from heliostat.common.errors import Refused
 from heliostat.state.store import Store
-from standins.kube import Kube
 
 pytestmark = pytest.mark.needs_linux
 __all__ = ["kube", "server"]  # fixtures

@@ -1,4 +1,4 @@
-"""The clouds' own promises, against stand-ins that keep state: moto for AWS, a small fake for Google's interface. No machine is
+"""The clouds' own promises, against fakes that keep state: moto for AWS, a small fake for Google's interface. No machine is
 behind an instance here: its address refuses ssh at once."""
 
 from __future__ import annotations

@@ -207,7 +207,7 @@ class LocalWorld:
 
 
 def put_on_path(folder: Path, source: Path, *names: str) -> None:
-    """The stand-in under each of these names, found before the real ones."""
+    """The fake under each of these names, found before the real ones."""
     programs = folder / "bin"
     programs.mkdir(exist_ok=True)
     text = source.read_text().partition("\n")[2]

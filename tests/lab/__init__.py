@@ -260,7 +260,7 @@ class PbsLab(Lab):
 
     def __enter__(self) -> PbsLab:
         super().__enter__()
-        (self._start_real if real_pbs() else self._start_standin)()
+        (self._start_real if real_pbs() else self._start_fake)()
         # on a login node, the PATH of a login shell has the commands
         with open(self.home / ".profile", "a") as profile:
             profile.write(f"PATH={self.bin}:$PATH\n")
@@ -277,7 +277,7 @@ class PbsLab(Lab):
             self.server.wait()
         super().__exit__(*error)
 
-    def _start_standin(self) -> None:
+    def _start_fake(self) -> None:
         self.bin = ROOT / "pbs" / "bin"
         self.bin.mkdir(parents=True)
         for name in PBS_PROGRAMS:

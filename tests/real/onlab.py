@@ -94,7 +94,9 @@ def kill_whole(lab: Lab, host: str, node: str) -> str:
 
     # The agent is stopped first: it removes the token when the supervisor is gone. The supervisor is not: nsenter, which the lab
     # starts tasks by, stops with its child and would not see its end.
-    _supervisor, *agents = sorted(lab.find(host, "agent.pyz"), key=int)
+    pids = lab.find(host, "agent.pyz")
+    agents = [pid for pid in pids if lab.root(host, "ps", "-o", "ppid=", "-p", pid).out.strip() in pids]
+    assert agents, pids
     lab.root(host, "kill", "-STOP", *agents)
     lab.root(host, "kill", "-9", *found())
     wait_for("the end of its processes", lambda: not found())

@@ -1,4 +1,4 @@
-"""Real clusters whose Ray is not the caller's own: in a container (by a stand-in), and in a copy on the local disk."""
+"""Real clusters whose Ray is not the caller's own: in a container (by a fake), and in a copy on the local disk."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import lean
 
 pytestmark = [pytest.mark.needs_ray, pytest.mark.needs_linux]
 
-STANDINS = Path(__file__).parents[1] / "standins"
+FAKES = Path(__file__).parents[1] / "fakes"
 ASK = ["--cpus-per-node", "1", "--object-store", "100M"]
 # what each node says of itself: `helper` lies beside the script, so the workers must see that folder
 SCRIPT = """
@@ -51,8 +51,8 @@ def work(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def image(work: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What the stand-in takes for an image: it has the Python of these tests on its PATH."""
-    monkeypatch.setenv("PATH", f"{STANDINS}{os.pathsep}{os.environ['PATH']}")
+    """What the fake takes for an image: it has the Python of these tests on its PATH."""
+    monkeypatch.setenv("PATH", f"{FAKES}{os.pathsep}{os.environ['PATH']}")
     path = work / "ray.sif"
     path.write_text(
         f"PATH={Path(sys.executable).parent}:/usr/bin:/bin\nSEEN={sys.prefix}:{sys.base_prefix}\n"

@@ -1,6 +1,6 @@
 """A worker with an allocation of its own that never meets its head, on a real Slurm.
 
-Ray is a stand-in that is ready at once (`faults.FAKE_RAY`). The worker's job is held until head.json is removed: without that
+Ray is a fake that is ready at once (`faults.FAKE_RAY`). The worker's job is held until head.json is removed: without that
 file it cannot find the head, as if the head's agent had been killed before it wrote it."""
 
 from __future__ import annotations

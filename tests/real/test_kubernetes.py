@@ -1,4 +1,4 @@
-"""Kubernetes with real Ray: behind the stand-in for its API server and KubeRay, or on the real cluster that
+"""Kubernetes with real Ray: behind the fake for its API server and KubeRay, or on the real cluster that
 HELIOSTAT_KUBECONFIG names (its current context, and the namespace of that)."""
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import pytest
 import yaml
 
 import heliostat as api
+from fakes.kube import Kube
 from shared import PATIENCE_S, document, heliostat, nothing_left, private_home, until
-from standins.kube import Kube
 
 pytestmark = [pytest.mark.needs_ray, pytest.mark.needs_linux]
 NAME = "lab"
@@ -32,7 +32,7 @@ def home() -> Iterator[Path]:
         yield path
 
 
-@pytest.fixture(scope="module", params=["stand-in", *(["real"] if REAL else [])])
+@pytest.fixture(scope="module", params=["fake", *(["real"] if REAL else [])])
 def kube(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kube | None]:
     """None: a real cluster, where only what a person sees can be asked for."""
     before = os.environ.get("KUBECONFIG")

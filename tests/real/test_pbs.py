@@ -1,7 +1,7 @@
-"""On PBS: three hosts, a login node, an ordinary user. A real OpenPBS where `qstat --version` says `pbs_version`, else the stand-in
+"""On PBS: three hosts, a login node, an ordinary user. A real OpenPBS where `qstat --version` says `pbs_version`, else the fake
 `tests/lab/pbs`: nothing here knows the difference. One lab for the module.
 
-Most clusters have a stand-in for Ray that is ready at once (`faults.FAKE_RAY`): here PBS and the agents are looked at.
+Most clusters have a fake for Ray that is ready at once (`faults.FAKE_RAY`): here PBS and the agents are looked at.
 """
 
 from __future__ import annotations
@@ -481,7 +481,7 @@ def test_from_a_laptop(lab: PbsLab, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert set(left) <= {*os.listdir(lab.home / ".heliostat/via"), "work", "j1", "say.py", "far.yaml"}, left
 
 
-# -- PBS itself, so that the stand-in stays like the real one
+# -- PBS itself, so that the fake stays like the real one
 
 
 def test_what_pbs_says(lab: PbsLab) -> None:

@@ -214,8 +214,8 @@ def test_a_staged_cluster_that_is_ended_while_it_copies(lab: Lab, moment: str) -
 
 
 def test_a_container(lab: Lab) -> None:
-    """By a stand-in for apptainer that `setup` brings: the agents call srun outside, Ray and the driver are inside."""
-    standins = Path(__file__).parents[1] / "standins"
+    """By a fake for apptainer that `setup` brings: the agents call srun outside, Ray and the driver are inside."""
+    fakes = Path(__file__).parents[1] / "fakes"
     python = Path(sys.executable).parent
     lab.put("ray.sif", f"PATH={python}:/usr/bin:/bin\nSEEN={sys.prefix}:{sys.base_prefix}\n")
     lab.put(
@@ -234,7 +234,7 @@ def test_a_container(lab: Lab) -> None:
         "--container",
         "ray.sif",
     ]
-    done = lab.heliostat("run", *words, "--setup", f"PATH={standins}:$PATH", "inside.py", env={"CODE": "7"})
+    done = lab.heliostat("run", *words, "--setup", f"PATH={fakes}:$PATH", "inside.py", env={"CODE": "7"})
     assert done.rc == 7, done.err
     assert "hosts ['n1ray.sif', 'n2ray.sif']" in done.out
 

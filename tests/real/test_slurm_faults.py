@@ -1,6 +1,6 @@
 """What goes wrong at a SLURM site, on a real one: machines that fail, a controller that is silent, jobs that are taken back.
 
-Ray is a stand-in that is ready at once (`faults.FAKE_RAY`): here the scheduler, the network and the agents are looked at.
+Ray is a fake that is ready at once (`faults.FAKE_RAY`): here the scheduler, the network and the agents are looked at.
 """
 
 from __future__ import annotations

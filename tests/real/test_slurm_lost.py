@@ -1,6 +1,6 @@
 """Slurm's own processes are killed, or a host is out of reach: what agents and `down` do then, on a real Slurm.
 
-Ray is a stand-in that is ready at once (`faults.FAKE_RAY`)."""
+Ray is a fake that is ready at once (`faults.FAKE_RAY`)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Machines over ssh: three hosts with sshd that share nothing, and a fourth to work from. One lab for the module.
 
-Where Ray itself is not looked at, it is the stand-in of `faults.py`, which is ready at once."""
+Where Ray itself is not looked at, it is the fake of `faults.py`, which is ready at once."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def test_where_a_checkout_is_does_not_matter(place: str) -> None:
     for argv in (
         ["/bin/bash", f"{place}/tests/lab/lab", "__init", "ctl"],
         [python, "-m", "pytest", f"{place}/tests/real/test_aws.py"],
-        [python, f"{place}/tests/standins/kube/server.py"],
+        [python, f"{place}/tests/fakes/kube/server.py"],
         ["sshd: user [priv]"],
         [],
     ):

@@ -80,7 +80,7 @@ def test_a_plan_has_no_path_of_windows(client: Client) -> None:
     assert "\\\\" not in said and len(json.loads(said)["steps"]) == 2
 
 
-@pytest.mark.needs_linux  # the machines of the stand-in
+@pytest.mark.needs_linux  # the machines of the fake
 def test_a_day_over_ssh(client: Client, tmp_path: Path) -> None:
     try:
         assert ok(client("up", "lab.yaml")) == "127.0.0.2:6379\n"

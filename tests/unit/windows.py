@@ -1,7 +1,7 @@
 """`heliostat ARGS…` as far as it can be had here as on Windows: without what only Unix has, and paths written with `\\`.
 
 The standard library and click have chosen their way when they were imported, so they come first. With CONTRACT_STUB the
-agent is the stand-in of the contract suite.
+agent is the fake of the contract suite.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How Ray and Python are called: the container's command line against a strict stand-in, and a copy on the local disk."""
+"""How Ray and Python are called: the container's command line against a strict fake, and a copy on the local disk."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from heliostat.agent.command import Command
 from heliostat.agent.protocol import Refused
 from heliostat.agent.runtime import ContainerRuntime, HostRuntime, StagedRuntime
 
-STANDINS = Path(__file__).parents[2] / "standins"
+FAKES = Path(__file__).parents[2] / "fakes"
 PYTHON = Path(sys.executable).parent
 
 
@@ -48,7 +48,7 @@ def container(tmp: Path, monkeypatch: pytest.MonkeyPatch | None = None, **more: 
     image = tmp / "x.sif"
     image.write_text(f"PATH={PYTHON}:/usr/bin:/bin\nSEEN={sys.prefix}:{sys.base_prefix}\n")
     if monkeypatch:
-        monkeypatch.setenv("PATH", f"{STANDINS}:{os.environ['PATH']}")
+        monkeypatch.setenv("PATH", f"{FAKES}:{os.environ['PATH']}")
     wanted = {"image": str(image), "binds": [], "options": [], **more.pop("container", {})}
     made = runtime.make(config(tmp, container=wanted, **more), temp(tmp))
     assert isinstance(made, ContainerRuntime)
@@ -95,7 +95,7 @@ def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         ["ray", "start"], {"RAY_AUTH_MODE": "token", "HOME": os.environ["HOME"]}, str(work)
     )
     assert words == [
-        str(STANDINS / "apptainer"), "exec", "--bind", str(tmp_path / "cluster"), "--bind", temp(tmp_path),
+        str(FAKES / "apptainer"), "exec", "--bind", str(tmp_path / "cluster"), "--bind", temp(tmp_path),
         "--bind", str(work), "--bind", "/usr:/u:ro", "--pwd", str(work), "--no-home", str(tmp_path / "x.sif"),
         "ray", "start",
     ]  # fmt: skip
@@ -197,7 +197,7 @@ def test_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_singularity_has_its_own_prefix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = tmp_path / "bin"
     place.mkdir()
-    (place / "singularity").symlink_to(STANDINS / "apptainer")
+    (place / "singularity").symlink_to(FAKES / "apptainer")
     monkeypatch.setenv("PATH", f"{place}:/usr/bin:/bin")
     made = container(tmp_path)
     asyncio.run(made.prepare())

@@ -13,6 +13,7 @@ import jsonschema
 import pytest
 import yaml
 
+from fakes.definitions import DEFINITIONS
 from heliostat import backends
 from heliostat.backends.kubernetes import manifest
 from heliostat.cluster import planner
@@ -20,7 +21,6 @@ from heliostat.common.errors import UsageError
 from heliostat.config import loader
 from heliostat.config.spec import ClusterSpec
 from heliostat.state.store import ClusterDirectory
-from standins.definitions import DEFINITIONS
 
 
 def spec(**values: Any) -> ClusterSpec:

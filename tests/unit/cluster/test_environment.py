@@ -26,7 +26,7 @@ from heliostat.config.tables import Environment
 from heliostat.remote.ssh import Ssh
 from heliostat.remote.transport import Local
 
-# A virtual environment of the stand-in is a `bin/python` that knows three things: what it has, and how to be looked at.
+# A virtual environment of the fake is a `bin/python` that knows three things: what it has, and how to be looked at.
 PYTHON = """#!/bin/sh
 me=$(dirname "$0")
 case $1 in
@@ -295,7 +295,7 @@ def test_conda_is_called_as_a_node_calls_it() -> None:
 
 
 def test_the_real_way_on_this_machine(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The client's shell lines, the tar and the agent, with the stand-in for uv."""
+    """The client's shell lines, the tar and the agent, with the fake for uv."""
     for key in ("PATH", "SAID", "HOME", "TEMPLATE", "INSTALL"):
         monkeypatch.setenv(key, world.env[key])
     told: list[str] = []

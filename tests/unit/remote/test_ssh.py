@@ -1,4 +1,4 @@
-"""A machine over ssh, by a stand-in for ssh that runs the command here, with another home: words, files, forwards, refusals."""
+"""A machine over ssh, by a fake for ssh that runs the command here, with another home: words, files, forwards, refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The stand-in for Kubernetes answers as a real API server was seen to answer. No Ray runs here."""
+"""The fake for Kubernetes answers as a real API server was seen to answer. No Ray runs here."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from contract.kube import (
     template,
     until,
 )
-from standins.kube import Kube
+from fakes.kube import Kube
 
 __all__ = ["kube", "shared"]  # fixtures
 

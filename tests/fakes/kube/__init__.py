@@ -1,6 +1,6 @@
 """Stands in for a Kubernetes with KubeRay, where none can be: an API server, an operator, and a node that runs real Ray.
 
-    python tests/standins/kube --dir DIR [--no-ray] [--tls] [--definitions DIR] [--ray-bin FILE] [--port N]
+    python tests/fakes/kube --dir DIR [--no-ray] [--tls] [--definitions DIR] [--ray-bin FILE] [--port N]
 
 writes DIR/kubeconfig (contexts lab, admin, nobody, expired; namespace ml) and serves until SIGTERM. A test uses `Kube`, which
 runs the same as a process of its own:
@@ -34,7 +34,7 @@ TESTS = Path(__file__).resolve().parents[2]
 
 
 class Kube:
-    """The stand-in as a process of its own, which ends with this one, whatever happens to either."""
+    """The fake as a process of its own, which ends with this one, whatever happens to either."""
 
     def __init__(self, folder: Path, *options: str, env: dict[str, str] | None = None) -> None:
         self.folder, self.options, self.env = folder, options, env or {}
@@ -48,7 +48,7 @@ class Kube:
         argv = [
             sys.executable,
             "-m",
-            "standins.kube",
+            "fakes.kube",
             "--dir",
             str(self.folder),
             "--follow-stdin",
@@ -67,7 +67,7 @@ class Kube:
         while not self.kubeconfig.exists():
             if self.process.poll() is not None or time.monotonic() > deadline:
                 self.stop()
-                raise RuntimeError(f"the stand-in did not start:\n{self.log()}")
+                raise RuntimeError(f"the fake did not start:\n{self.log()}")
             time.sleep(0.02)
         self.server = yaml.safe_load(self.kubeconfig.read_text())["clusters"][0]["cluster"]["server"]
         return self

@@ -140,7 +140,7 @@ class Kubelet:
         except asyncio.CancelledError:
             raise
         except Exception as error:
-            run.say(f"the stand-in itself failed: {error!r}")
+            run.say(f"the fake itself failed: {error!r}")
             self._status(run, waiting=("RunContainerError", repr(error)))
 
     async def _schedule(self, run: Run) -> None:
@@ -425,7 +425,7 @@ class Kubelet:
     async def _ready(self, run: Run, ray: bool) -> None:
         """Ready when its probe says so: Ray's own, where there is a Ray."""
         if run.fake:
-            run.say("the stand-in: ray start, and nothing behind it")
+            run.say("the fake: ray start, and nothing behind it")
             await asyncio.sleep(self.world.settings.ready_delay)
         elif ray and run.block:
             address = f"http://{run.ip}:{run.block.ports['agent_http']}"

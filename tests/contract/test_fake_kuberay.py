@@ -1,4 +1,4 @@
-"""The stand-in for KubeRay's operator, and for the node: what becomes of a RayCluster and a RayJob, and what goes wrong."""
+"""The fake for KubeRay's operator, and for the node: what becomes of a RayCluster and a RayJob, and what goes wrong."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from contract.kube import (
     template,
     until,
 )
-from standins.kube import Kube
+from fakes.kube import Kube
 
 __all__ = ["kube", "shared"]  # fixtures
 

@@ -62,7 +62,7 @@ class Server:
         )
         for task in loops:
             if task.done() and task.exception():
-                print(f"the stand-in failed: {task.exception()!r}", file=sys.stderr, flush=True)
+                print(f"the fake failed: {task.exception()!r}", file=sys.stderr, flush=True)
             task.cancel()
         await self.kubelet.close()
         with contextlib.suppress(asyncio.TimeoutError):
@@ -141,10 +141,10 @@ class Server:
             cluster["certificate-authority-data"] = base64.b64encode(authority).decode()
         config = {
             "apiVersion": "v1", "kind": "Config", "current-context": "lab", "preferences": {},
-            "clusters": [{"name": "standin", "cluster": cluster}],
+            "clusters": [{"name": "fake", "cluster": cluster}],
             "users": [{"name": context, "user": {"token": token}} for context, (_, token, _) in USERS.items()],
             "contexts": [
-                {"name": context, "context": {"cluster": "standin", "user": context, "namespace": namespace}}
+                {"name": context, "context": {"cluster": "fake", "user": context, "namespace": namespace}}
                 for context, (_, _, namespace) in USERS.items()
             ],
         }  # fmt: skip
@@ -174,9 +174,9 @@ class Server:
             "-days",
             "2",
             "-subj",
-            "/CN=standin-ca",
+            "/CN=fake-ca",
         )
-        openssl("req", *key, "-keyout", "key", "-out", "csr", "-subj", "/CN=standin")
+        openssl("req", *key, "-keyout", "key", "-out", "csr", "-subj", "/CN=fake")
         (folder / "ext").write_text("subjectAltName=IP:127.0.0.1,DNS:localhost\n")
         openssl("x509", "-req", "-in", "csr", "-CA", "ca.crt", "-CAkey", "ca.key", "-CAcreateserial", "-out", "crt", "-days", "2", "-extfile", "ext")  # fmt: skip
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
