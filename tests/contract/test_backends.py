@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from heliostat.common.errors import HeliostatError, Interrupted, NotFoundError, 
 from heliostat.common.events import Event
 from heliostat.config.members import members
 from heliostat.remote import tls
+from heliostat.remote.transport import Transport
 from heliostat.state.records import Record
 from heliostat.state.states import TERMINAL, ClusterState, NodeState
 from heliostat.state.store import ClusterDirectory
@@ -106,6 +107,19 @@ def test_a_plan_is_pure_and_always_the_same(
     assert [node for step in plan.steps for node in step.nodes] == [member.name for member in members(spec)]
     for step in plan.steps:
         json.dumps(dict(step.config))
+
+
+def test_a_backend_is_surveyed_once_for_an_up(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, surveys = backends.load(world.site), list[object]()
+    survey = backend.survey
+
+    def count(options: object, host: Transport) -> Mapping[str, Any]:
+        surveys.append(options)
+        return survey(options, host)
+
+    monkeypatch.setattr(backend, "survey", count)
+    world.life().up(world.spec(nodes=2))
+    assert len(surveys) == 1
 
 
 def test_a_plan_of_some_nodes_has_only_those(world: World) -> None:

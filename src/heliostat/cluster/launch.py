@@ -13,7 +13,7 @@ from heliostat.cluster import planner
 from heliostat.cluster.access import Access
 from heliostat.cluster.observe import Observer
 from heliostat.cluster.platform_sync import handle_of
-from heliostat.common.documents import JsonObject
+from heliostat.common.documents import JsonMapping, JsonObject
 from heliostat.common.errors import HeliostatError, NotFoundError, PartialFailure
 from heliostat.common.events import Emit, Event
 from heliostat.remote import tls
@@ -29,9 +29,9 @@ class Launcher:
     def __init__(self, access: Access, observer: Observer, plans: planner.Planner, emit: Emit) -> None:
         self._access, self._observer, self._planner, self._emit = access, observer, plans, emit
 
-    def launch_missing(self, folder: ClusterDirectory) -> None:
+    def launch_missing(self, folder: ClusterDirectory, facts: JsonMapping | None = None) -> None:
         """Launches the recorded nodes that were never launched, have ended, or are lost. If a lost node comes back, the head
-        rejects it."""
+        rejects it. facts: of a survey that this command has made."""
         if not any(_is_missing(node) for node in folder.record().nodes.values()):
             return
         with folder.lease():
@@ -43,7 +43,7 @@ class Launcher:
                 return
             record.launches += 1
             request, plan = self._planner.plan(
-                planner.spec_of(record), missing, record.id, record.command, record.launches
+                planner.spec_of(record), missing, record.id, record.command, record.launches, facts=facts
             )
             relaunched = {m.name for m in missing if record.nodes[m.name].handle is not None}
             old = [h for h in record.handles if set(h["nodes"]) <= relaunched]

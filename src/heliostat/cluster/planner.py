@@ -32,7 +32,6 @@ from heliostat.config.members import Member, count_members, members
 from heliostat.config.spec import DEFAULT_RAY, ClusterSpec
 from heliostat.config.tables import Environment
 from heliostat.remote import staging
-from heliostat.remote.transport import Transport
 from heliostat.state.records import Record
 from heliostat.state.store import ClusterDirectory
 
@@ -52,10 +51,11 @@ class Planner:
         command: CommandConfig | None = None,
         launch: int = 1,
         standalone: bool = False,
+        facts: JsonMapping | None = None,
     ) -> tuple[LaunchRequest, Plan]:
         """The launch request and the plan for these nodes (None: all of them) on the spec's backend.
 
-        standalone: for a script that is submitted by hand; it needs no record."""
+        facts: of an earlier survey of the backend; None: it is surveyed. standalone: for a script that is submitted by hand; it needs no record."""
         gateway, host = (
             self._access.gateway(spec.backend_tables.get(spec.on, {})),
             self._access.host_for(spec),
@@ -70,7 +70,9 @@ class Planner:
             work, package = folder.path / "work" / name, folder.path / f"{name}.zip"
             command = {**command, "cwd": work.as_posix(), "package": package.as_posix()}
         home = gateway.home if gateway else None
-        return plan(folder, spec, nodes, cluster_id, command, launch, host, standalone, home)
+        if facts is None:
+            facts = self._access.registry.load(spec.on).survey(backend_options(spec), host)
+        return plan(folder, spec, nodes, cluster_id, command, launch, facts, standalone, home)
 
 
 def plan(
@@ -80,13 +82,13 @@ def plan(
     cluster_id: str = NO_ID,
     command: CommandConfig | None = None,
     launch: int = 1,
-    host: Transport | None = None,
+    facts: JsonMapping | None = None,
     standalone: bool = False,
     home: Path | None = None,
 ) -> tuple[LaunchRequest, Plan]:
     """The launch request and the plan for these nodes (None: all of them). Changes nothing.
 
-    folder: the cluster's directory, as the agents see it. host: is surveyed, if given. standalone: no record exists. home: the
+    folder: the cluster's directory, as the agents see it. facts: of the survey of the backend. standalone: no record exists. home: the
     user's home directory on the gateway, where the backend has one."""
     backend = backends.load(spec.on)
     _check_demand(spec)
@@ -105,7 +107,7 @@ def plan(
         config={**agent_config(folder, spec, cluster_id, command, home), "launch": launch, **by_hand},
         python="python3" if home else sys.executable,
         group_options={name: backend_options(spec, group.options) for name, group in spec.kinds.items()},
-        facts=backend.survey(options, host) if host is not None else {},
+        facts=facts or {},
     )
     return request, backend.plan(request)
 

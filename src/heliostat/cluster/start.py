@@ -69,14 +69,14 @@ class Starter:
             self._access.host_for(spec),
             self._access.registry.load(spec.on),
         )
-        _, plan = self._planner.plan(spec, command=command)  # raises before anything is changed
+        request, plan = self._planner.plan(spec, command=command)  # raises before anything is changed
         if self._access.store.find(name) is None:
             backend.require(spec, host)
         if backend.shares_files:
             self._environments.prepare(spec)
         folder, is_new = self._find_or_create(spec, command, plan.notes)
         try:
-            self._launcher.launch_missing(folder)
+            self._launcher.launch_missing(folder, request.facts)
             return self._waiter.wait(folder, wait_timeout_s) if wait else self._observer.observe(folder)
         except KeyboardInterrupt:
             if is_new:

@@ -337,7 +337,8 @@ def planned(
     if queues:
         told = (0, f"=== queues\n{queues}\n=== server\n{SERVER}\n", "")
         host = Pbs(find=(0, f"=== /opt/pbs/bin\n{VERSION}", ""), queues=told)
-    return planner.plan(ClusterDirectory(Path(folder)), spec, command=what, host=host)
+    facts = backends.load(spec.on).survey(planner.backend_options(spec), host) if host else {}
+    return planner.plan(ClusterDirectory(Path(folder)), spec, command=what, facts=facts)
 
 
 def script(*args: Any, **values: Any) -> str:

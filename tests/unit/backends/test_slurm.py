@@ -218,7 +218,8 @@ def planned(
     spec = loader.check({"name": "lab", "on": "slurm", "nodes": nodes, **values}, {}, backends)
     what = {"argv": ["true"], "text": "true", "cwd": "/"} if command else None
     host = Scheduler(sinfo=(0, sinfo, "")) if sinfo else None
-    return planner.plan(ClusterDirectory(Path(folder)), spec, command=what, host=host)
+    facts = backends.load(spec.on).survey(planner.backend_options(spec), host) if host else {}
+    return planner.plan(ClusterDirectory(Path(folder)), spec, command=what, facts=facts)
 
 
 def script(*args: Any, **values: Any) -> str:

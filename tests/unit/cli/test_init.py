@@ -67,7 +67,7 @@ def accepted(text: str, folder: Path) -> ClusterSpec:
     path = folder / "heliostat.yaml"
     path.write_text(text)
     spec = loader.load(backends, file=path, environ={}).spec
-    planner.plan(ClusterDirectory(folder / spec.cluster_name), spec, host=None)
+    planner.plan(ClusterDirectory(folder / spec.cluster_name), spec)
     return spec
 
 
