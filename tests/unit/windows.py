@@ -55,12 +55,12 @@ OF_SIGNAL = [
 ]
 # fmt: on
 
+SHARED = {"heliostat.agent.protocol", "heliostat.agent.proofs"}  # the client uses them too
+
 
 class Absent(importlib.abc.MetaPathFinder):
     def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> None:
-        if name.partition(".")[0] in MODULES or (
-            name.startswith("heliostat.agent.") and name != "heliostat.agent.protocol"
-        ):
+        if name.partition(".")[0] in MODULES or (name.startswith("heliostat.agent.") and name not in SHARED):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 

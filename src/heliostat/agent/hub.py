@@ -10,8 +10,6 @@ Any process can open a connection. The number of connections without a proof is 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
 import json
 import re
 import resource
@@ -22,6 +20,7 @@ import time
 from typing import Any, Awaitable, Callable, Dict, Optional, Tuple, Union
 
 from . import ports
+from .proofs import is_equal, proof
 from .protocol import HeadAddress, HeadMessage, ProofMessage, WorkerMessage
 
 HEARTBEAT_TIMEOUT_S = 30.0  # mark a node LOST after this long without a message
@@ -36,12 +35,6 @@ _REPLACED = (b"authorization", b"x-ray-authorization", b"connection", b"keep-ali
 Message = Union[HeadMessage, ProofMessage, WorkerMessage]
 
 
-def proof(secret: str, side: str, challenge: str, name: str) -> str:
-    return hmac.new(
-        secret.encode(), ("%s %s %s" % (side, challenge, name)).encode(), hashlib.sha256
-    ).hexdigest()
-
-
 async def receive(reader: asyncio.StreamReader, timeout: float) -> Any:
     """The next JSON object. Raises OSError, ValueError or asyncio.TimeoutError."""
     line = await asyncio.wait_for(reader.readline(), timeout)
@@ -54,11 +47,6 @@ async def receive(reader: asyncio.StreamReader, timeout: float) -> Any:
     if not isinstance(message, dict):
         raise ValueError("not an object")
     return message
-
-
-def is_equal(received: object, expected: str) -> bool:
-    """Compare in constant time. `received` may be any JSON value."""
-    return hmac.compare_digest(str(received).encode("utf-8", "backslashreplace"), expected.encode())
 
 
 def send(writer: asyncio.StreamWriter, message: Message) -> None:

@@ -115,6 +115,32 @@ class Model(BaseModel):
         return values
 
 
+Cpus = Annotated[
+    Count | None,
+    Field(
+        ge=0,
+        validation_alias=AliasChoices("cpus", "cpus_per_node"),
+        description="CPUs that Ray may use on each node; deprecated alias: `cpus_per_node`",
+    ),
+]
+Gpus = Annotated[
+    Count | None,
+    Field(
+        ge=0,
+        validation_alias=AliasChoices("gpus", "gpus_per_node"),
+        description="GPUs that Ray may use on each node; deprecated alias: `gpus_per_node`",
+    ),
+]
+Memory = Annotated[
+    Bytes | None,
+    Field(
+        gt=0,
+        validation_alias=AliasChoices("memory", "memory_per_node"),
+        description="memory that Ray may use on each node; deprecated alias: `memory_per_node`",
+    ),
+]
+
+
 class Environment(Model):
     """Python and Ray of the nodes: one of venv, conda, container; without any, the user's own."""
 
@@ -253,24 +279,9 @@ class Group(Model):
     nodes: Count = Field(1, ge=0, le=MAX_NODES, description="number of nodes; with `autoscale`: at the start")
     min: Count | None = Field(None, ge=0, description="with `autoscale`: minimum number of nodes")
     max: Count | None = Field(None, ge=1, description="with `autoscale`: maximum number of nodes")
-    cpus: Count | None = Field(
-        None,
-        ge=0,
-        validation_alias=AliasChoices("cpus", "cpus_per_node"),
-        description="CPUs that Ray may use on each node; deprecated alias: `cpus_per_node`",
-    )
-    gpus: Count | None = Field(
-        None,
-        ge=0,
-        validation_alias=AliasChoices("gpus", "gpus_per_node"),
-        description="GPUs on each node; deprecated alias: `gpus_per_node`",
-    )
-    memory: Bytes | None = Field(
-        None,
-        gt=0,
-        validation_alias=AliasChoices("memory", "memory_per_node"),
-        description="memory that Ray may use on each node; deprecated alias: `memory_per_node`",
-    )
+    cpus: Cpus = None
+    gpus: Gpus = None
+    memory: Memory = None
     labels: Labels = Field({}, description="Ray labels of the nodes")
     resources: dict[str, float] = Field({}, description="custom Ray resources of each node, whole numbers")
     price_per_node_hour: Price | None = Field(None, description="price of a node per hour, in any currency")
@@ -293,24 +304,9 @@ class Head(Model):
 
     host: str | None = Field(None, description="host of the head (ssh)")
     work: bool = Field(True, description="false: no tasks or actors run on the head")
-    cpus: Count | None = Field(
-        None,
-        ge=0,
-        validation_alias=AliasChoices("cpus", "cpus_per_node"),
-        description="CPUs that Ray may use; deprecated alias: `cpus_per_node`",
-    )
-    gpus: Count | None = Field(
-        None,
-        ge=0,
-        validation_alias=AliasChoices("gpus", "gpus_per_node"),
-        description="GPUs that Ray may use; deprecated alias: `gpus_per_node`",
-    )
-    memory: Bytes | None = Field(
-        None,
-        gt=0,
-        validation_alias=AliasChoices("memory", "memory_per_node"),
-        description="memory that Ray may use; deprecated alias: `memory_per_node`",
-    )
+    cpus: Cpus = None
+    gpus: Gpus = None
+    memory: Memory = None
 
 
 class Host(Model):
@@ -324,18 +320,8 @@ class Host(Model):
     port: Count | None = Field(None, ge=1, le=HIGHEST_PORT, description="the ssh server's port")
     key: str | None = Field(None, description="file of the private key")
     jump: str | None = Field(None, description="jump host, as after `ssh -J`")
-    cpus: Count | None = Field(
-        None,
-        ge=0,
-        validation_alias=AliasChoices("cpus", "cpus_per_node"),
-        description="CPUs that Ray may use; deprecated alias: `cpus_per_node`",
-    )
-    gpus: Count | None = Field(
-        None,
-        ge=0,
-        validation_alias=AliasChoices("gpus", "gpus_per_node"),
-        description="GPUs that Ray may use; deprecated alias: `gpus_per_node`",
-    )
+    cpus: Cpus = None
+    gpus: Gpus = None
     leave_cpus: Count = Field(0, ge=0, description="CPUs to leave to other users of the host")
     labels: Labels = Field({}, description="Ray labels of the node")
     env: dict[str, Text] = Field({}, description="environment variables of Ray and of the jobs on this host")

@@ -29,6 +29,7 @@ from typing import Protocol
 from urllib.parse import parse_qs
 
 from heliostat.common.errors import Code, HeliostatError
+from heliostat.remote.streams import copy_stream
 
 _HEAD_LIMIT = 64 * 1024
 _HEAD_DEADLINE_S = 30.0
@@ -249,25 +250,25 @@ class DashboardProxy:
             target = await asyncio.to_thread(self._target)
             connection = await asyncio.to_thread(target.dial, _CONNECT_DEADLINE_S)
             connection.setblocking(False)
-            near, far = await asyncio.open_connection(sock=connection)
+            received, upstream = await asyncio.open_connection(sock=connection)
         except Exception:  # refused, unreachable, no tunnel yet: the page retries
             return no_response
         host, port, token = target.host, target.port, (target.token or "").strip()
         if target.token is not None and not re.fullmatch(r"[\x21-\x7e]+", token):
-            far.close()
+            upstream.close()
             return _retry_page("The token of this cluster cannot be read; is the cluster down?")
         address = "" if self._proxied else f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        far.write(_upstream_head(head, token, address))
-        upload = asyncio.create_task(_upload(reader, far))
+        upstream.write(_upstream_head(head, token, address))
+        upload = asyncio.create_task(_upload(reader, upstream))
         try:
-            response = await _final_head(near, writer)
+            response = await _final_head(received, writer)
             if response is not None:
                 writer.write(_response_head(response, address, self._root))
-                await _copy(near, writer)
+                await copy_stream(received, writer)
         finally:
             upload.cancel()
             await asyncio.wait([upload])
-            far.close()
+            upstream.close()
         # An ssh forward accepts and then closes if nothing listens behind it: no response either.
         return no_response if response is None else b""
 
@@ -398,16 +399,8 @@ def _retry_page(text: str) -> bytes:
     return _answer("502 Bad Gateway", page, kind="text/html")
 
 
-async def _copy(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
-    """Forwards bytes until the source ends or either connection fails."""
-    with suppress(OSError):
-        while data := await source.read(_HEAD_LIMIT):
-            sink.write(data)
-            await sink.drain()
-
-
 async def _upload(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
-    await _copy(source, sink)
+    await copy_stream(source, sink)
     with suppress(OSError):
         sink.write_eof()
 

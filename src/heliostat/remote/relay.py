@@ -8,8 +8,6 @@ can use the connection.
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import hmac
 import json
 import secrets
 import socket
@@ -17,14 +15,15 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
+from heliostat.agent.proofs import is_equal, proof
 from heliostat.common.documents import JsonMapping, JsonObject
 from heliostat.common.errors import HeliostatError
+from heliostat.remote.streams import CHUNK, copy
 
 if TYPE_CHECKING:
     import ssl
 
 NAME = "client"
-CHUNK = 1 << 16
 
 
 class Connection(Protocol):
@@ -74,11 +73,11 @@ def dial(
             "node": NAME,
             "relay": True,
             "challenge": own_challenge,
-            "proof": _make_proof(secret, "client", challenge),
+            "proof": proof(secret, "client", challenge, NAME),
         }
         connection.sendall(json.dumps(hello).encode() + b"\n")
-        proof = str(_read_line(connection).get("proof")).encode("utf-8", "backslashreplace")
-        if not hmac.compare_digest(proof, _make_proof(secret, "head", own_challenge).encode()):
+        received = _read_line(connection).get("proof")
+        if not is_equal(received, proof(secret, "head", own_challenge, NAME)):
             raise HeliostatError("another cluster answers at the head's address", details=f"{ip}:{port}")
     except (OSError, ValueError, KeyError, RecursionError) as error:
         plain.close()
@@ -87,10 +86,6 @@ def dial(
         plain.close()
         raise
     return plain if connection is plain else _bridge(connection)
-
-
-def _make_proof(secret: str, side: str, challenge: str) -> str:
-    return hmac.new(secret.encode(), f"{side} {challenge} {NAME}".encode(), hashlib.sha256).hexdigest()
 
 
 def _read_line(connection: Connection) -> JsonObject:
@@ -171,20 +166,16 @@ def _bridge(encrypted: Connection) -> socket.socket:
     encrypted.settimeout(None)
 
     def copy_both_ways() -> None:
-        incoming = threading.Thread(target=_pipe, args=(encrypted, ours), daemon=True)
+        incoming = threading.Thread(
+            target=copy,
+            args=(encrypted.recv, ours.sendall, lambda: ours.shutdown(socket.SHUT_WR)),
+            daemon=True,
+        )
         incoming.start()
-        _pipe(ours, encrypted)
+        copy(ours.recv, encrypted.sendall, lambda: encrypted.shutdown(socket.SHUT_WR))
         incoming.join()
         ours.close()
         encrypted.close()
 
     threading.Thread(target=copy_both_ways, daemon=True).start()
     return returned
-
-
-def _pipe(source: Connection, target: Connection) -> None:
-    with contextlib.suppress(OSError):
-        while chunk := source.recv(CHUNK):
-            target.sendall(chunk)
-    with contextlib.suppress(OSError):
-        target.shutdown(socket.SHUT_WR)

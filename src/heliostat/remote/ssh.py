@@ -27,6 +27,7 @@ from typing import IO
 
 from heliostat.common.errors import Code, HeliostatError
 from heliostat.common.shell import quote
+from heliostat.remote.streams import copy
 from heliostat.remote.transport import Completed, Local
 from heliostat.state.ownership import find_unsafe
 
@@ -313,21 +314,19 @@ def _opening(sshd: str, limit: int) -> Iterator[None]:
 def _pump(client: socket.socket, stdin: IO[bytes], stdout: IO[bytes]) -> None:
     """Copies bytes in both directions until both sides have ended."""
 
-    def copy_output() -> None:
-        with contextlib.suppress(OSError):
-            while data := os.read(stdout.fileno(), 1 << 16):
-                client.sendall(data)
-        with contextlib.suppress(OSError):
-            client.shutdown(socket.SHUT_WR)
+    def read_output(size: int) -> bytes:
+        return os.read(stdout.fileno(), size)
 
-    thread = threading.Thread(target=copy_output, daemon=True)
+    def write_input(data: bytes) -> None:
+        stdin.write(data)
+        stdin.flush()
+
+    def end_output() -> None:
+        client.shutdown(socket.SHUT_WR)
+
+    thread = threading.Thread(target=copy, args=(read_output, client.sendall, end_output), daemon=True)
     thread.start()
-    with contextlib.suppress(OSError):
-        while data := client.recv(1 << 16):
-            stdin.write(data)
-            stdin.flush()
-    with contextlib.suppress(OSError):
-        stdin.close()
+    copy(client.recv, write_input, stdin.close)
     thread.join()
     stdout.close()
 

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import strategies
 
 from heliostat.agent import hub
+from heliostat.agent.proofs import proof
 
 SECRET, PATIENCE_S = "s" * 32, 60.0
 
@@ -116,7 +117,7 @@ def test_a_worker_with_another_secret_is_not_heard(secret: str) -> None:
         await until(lambda: head.states("w1"), "the friend speaks")
         reader, writer = await asyncio.open_connection("127.0.0.1", friend.place["hub"])
         challenge = json.loads(await reader.readline())["challenge"]
-        wrong = hub.proof(secret, "worker", challenge, "evil")
+        wrong = proof(secret, "worker", challenge, "evil")
         hub.send(writer, {"node": "evil", "proof": wrong, "challenge": "c"})
         hub.send(writer, {"state": "READY"})
         assert await asyncio.wait_for(reader.read(), PATIENCE_S) == b"", "it is hung up on, without a word"
@@ -156,15 +157,15 @@ def test_an_old_proof_is_worth_nothing() -> None:
         seen: list[str] = []
 
         def good(challenge: str) -> str:
-            seen.append(hub.proof(SECRET, "worker", challenge, "w1"))
+            seen.append(proof(SECRET, "worker", challenge, "w1"))
             return seen[-1]
 
-        assert json.loads(await attempt(good))["proof"] == hub.proof(SECRET, "head", "mine", "w1")
+        assert json.loads(await attempt(good))["proof"] == proof(SECRET, "head", "mine", "w1")
         assert await attempt(lambda challenge: seen[0]) == b"", "a challenge is good for one time"
-        assert await attempt(lambda challenge: hub.proof(SECRET, "head", challenge, "w1")) == b"", (
+        assert await attempt(lambda challenge: proof(SECRET, "head", challenge, "w1")) == b"", (
             "nor turned around"
         )
-        assert await attempt(lambda challenge: hub.proof(SECRET, "worker", challenge, "w2")) == b"", (
+        assert await attempt(lambda challenge: proof(SECRET, "worker", challenge, "w2")) == b"", (
             "nor another's"
         )
 

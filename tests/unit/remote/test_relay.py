@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from heliostat.agent import hub
+from heliostat.agent.proofs import proof
 from heliostat.common.errors import HeliostatError
 from heliostat.remote import relay
 from heliostat.remote.ray_client import NoResponse, RayApi
@@ -187,5 +188,4 @@ def test_a_dashboard_that_nobody_of_us_runs_gets_no_token(
 
 def test_a_worker_cannot_come_in_as_a_client() -> None:
     """The proofs of the two differ, so that one cannot be taken for the other."""
-    assert relay._make_proof("s", "client", "c") != hub.proof("s", "worker", "c", relay.NAME)
-    assert relay._make_proof("s", "client", "c") == hub.proof("s", "client", "c", relay.NAME)
+    assert proof("s", "client", "c", relay.NAME) != proof("s", "worker", "c", relay.NAME)

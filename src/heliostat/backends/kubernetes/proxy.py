@@ -19,6 +19,7 @@ from urllib.parse import unquote
 
 from heliostat.backends.kubernetes.api import Api
 from heliostat.common.errors import HeliostatError
+from heliostat.remote.streams import copy_stream
 
 CONNECT_TIMEOUT_S = 15.0
 RESPONSE_TIMEOUT_S = 5.0  # for the rest of a response after the client closed its side
@@ -109,32 +110,25 @@ async def _relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, api
         (api.tls_name or host) if api.tls else None,
     )
     dial = asyncio.open_connection(host, port, ssl=api.tls, server_hostname=name)
-    near, far = await asyncio.wait_for(dial, CONNECT_TIMEOUT_S)
+    received, upstream = await asyncio.wait_for(dial, CONNECT_TIMEOUT_S)
     copies: list[asyncio.Task[None]] = []
     try:
-        far.write(request)
+        upstream.write(request)
         plain = not is_upgrade(head)
         if not plain:  # no client bytes before the server has switched protocols
-            first = await near.readuntil(b"\r\n\r\n")
+            first = await received.readuntil(b"\r\n\r\n")
             writer.write(first)
-        copies.append(asyncio.create_task(_copy(near, writer)))
+        copies.append(asyncio.create_task(copy_stream(received, writer)))
         if plain or re.match(rb"HTTP/1\.\d 101 ", first):
-            copies.append(asyncio.create_task(_copy(reader, far)))
+            copies.append(asyncio.create_task(copy_stream(reader, upstream)))
             await asyncio.wait(copies, return_when=asyncio.FIRST_COMPLETED)
         await asyncio.wait(copies[:1], timeout=RESPONSE_TIMEOUT_S)
     finally:
         for copy in copies:
             copy.cancel()
-        far.close()
+        upstream.close()
         if copies:
             await asyncio.wait(copies)
-
-
-async def _copy(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
-    with contextlib.suppress(OSError):
-        while data := await source.read(BLOCK):
-            sink.write(data)
-            await sink.drain()
 
 
 def rewrite_request(head: bytes, path: str, host: str, credentials: dict[str, str]) -> bytes:
