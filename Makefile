@@ -5,7 +5,7 @@ RAY_VERSION ?= 2.60.0
 # Pinned, because pip may otherwise choose a build with gigabytes of CUDA. The tests need only a CPU.
 TORCH_VERSION ?= 2.13.0
 PYTEST_ARGS ?=
-JOBS ?= 4
+JOBS ?= 2
 
 VENV := .venv
 STAMP := $(VENV)/.stamp
@@ -20,7 +20,7 @@ SEED ?= 1
 
 help:
 	@echo "make demo    start two Ray nodes on this computer, run examples/hello_ray.py, stop them"
-	@echo "make test    run the tests, four files in parallel (PYTEST_ARGS=\"tests/unit -q\" selects tests; JOBS=0 runs them serially)"
+	@echo "make test    run the tests, two files in parallel (PYTEST_ARGS=\"tests/unit -q\" selects tests; JOBS=0 runs them serially)"
 	@echo "make lab     start a real Slurm cluster of three hosts on this computer (root); make lab-down stops it"
 	@echo "make campaign   inject FAULTS=100 random faults into clusters on that Slurm, starting at SEED=1 (root, half an hour)"
 	@echo "make lint    run ruff and mypy"

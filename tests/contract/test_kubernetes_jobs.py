@@ -107,6 +107,7 @@ def test_a_job_whose_cluster_is_deleted_and_archived_by_another_command(
     thread.join()
     plain(caught.value)
     assert "was deleted" in caught.value.cause
+    until(lambda: not kube.names("pods", namespace="ml"), "its pods have ended after their grace period")
 
 
 @pytest.mark.parametrize("what", ["the RayJob", "its RayCluster"])
