@@ -347,7 +347,7 @@ def die(stage: str) -> None:
         if stage == "after the first id" and record.handles:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def dying_launch(launcher: Launcher, folder: ClusterDirectory) -> None:
+    def dying_launch(self: Launcher, folder: ClusterDirectory, facts: object = None) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     if stage == "before anything is launched":
