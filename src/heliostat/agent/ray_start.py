@@ -23,6 +23,7 @@ import time
 from typing import Any, Dict, Set
 
 GCS_START_S = 60.0
+FORK_SUPPORT = "GRPC_ENABLE_FORK_SUPPORT"  # a variable of gRPC
 
 
 def listening_ports(pid: int) -> Dict[int, Set[str]]:
@@ -93,13 +94,13 @@ def install(report_path: str, with_client: bool) -> None:
         return info
 
     def start_client_server_without_fork_support(*args: Any, **kwargs: Any) -> Any:
-        before = dict(os.environ)
-        os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+        is_set = FORK_SUPPORT in os.environ
+        os.environ.setdefault(FORK_SUPPORT, "0")
         try:
             return start_client_server(*args, **kwargs)
         finally:
-            os.environ.clear()
-            os.environ.update(before)
+            if not is_set:
+                del os.environ[FORK_SUPPORT]
 
     def start_gcs_and_report(node: Any) -> None:
         start_head(node)

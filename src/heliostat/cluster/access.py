@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol, TypeGuard
 
 from heliostat.agent.protocol import Request
 from heliostat.backends.base import Backend, Handle, Platform
+from heliostat.cluster.view import head_of
 from heliostat.common.documents import JsonMapping
 from heliostat.state.records import Record
 from heliostat.state.store import ClusterDirectory, Store
@@ -89,22 +90,28 @@ class Access:
             return None
         from heliostat.remote.directory import STATE_FILES, RemoteDirectory
 
-        gateway, key = self._gateway_of(record), record.id
+        gateway = self._gateway_of(record)
         if gateway is not None:
-            if key not in self._mirrors:
-                self._mirrors[key] = RemoteDirectory(folder, gateway, Path(record.remote_dir))
-            return self._mirrors[key]
-        backend = self.backend(record)
-        handles = {name: handle for handle in map(Handle.from_json, record.handles) for name in handle.nodes}
-        head = next((name for name, one in record.nodes.items() if one.role == "head"), None)
-        if head is None or head not in handles or backend.remote_dir(handles[head]) is None:
+            if record.id not in self._mirrors:
+                self._mirrors[record.id] = RemoteDirectory(folder, gateway, Path(record.remote_dir))
+            return self._mirrors[record.id]
+        head = head_of(record).name
+        handle = self._started_handle(record, head)
+        if handle is None:
             return None  # no agent was started yet
-        name = node if node in handles and backend.remote_dir(handles[node]) else head
-        key = record.id if name == head else f"{record.id}-{name}"
-        if key not in self._mirrors and (remote := backend.remote_dir(handles[name])):
-            small = STATE_FILES if name == head else ()
-            self._mirrors[key] = RemoteDirectory(folder, *remote, handles[name].detail, small)
+        key = record.id
+        if node not in (None, head) and (of_node := self._started_handle(record, str(node))):
+            handle, key = of_node, f"{record.id}-{node}"
+        if key not in self._mirrors and (remote := self.backend(record).remote_dir(handle)):
+            files = STATE_FILES if key == record.id else ()
+            self._mirrors[key] = RemoteDirectory(folder, *remote, handle.detail, files)
         return self._mirrors[key]
+
+    def _started_handle(self, record: Record, node: str) -> Handle | None:
+        """The handle of this node, if the node has a directory on its own host."""
+        backend = self.backend(record)
+        handles = (Handle.from_json(one) for one in record.handles if node in one["nodes"])
+        return next((handle for handle in handles if backend.remote_dir(handle)), None)
 
     def open_mirror(self, record: Record) -> RemoteDirectory | None:
         """The cluster's remote directory, if this object has used it before."""

@@ -1,5 +1,5 @@
 """Finds the backends that can be used from this machine, without a connection to another host, and renders the first
-`heliostat.yaml` for one of them. Each backend looks for its own programs and files (`Backend.detect`).
+`heliostat.yaml` for one of them. Each backend searches for its own programs and files (`Backend.detect`).
 """
 
 from __future__ import annotations

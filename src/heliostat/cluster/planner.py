@@ -32,6 +32,7 @@ from heliostat.config.members import Member, count_members, members
 from heliostat.config.spec import DEFAULT_RAY, ClusterSpec
 from heliostat.config.tables import Environment
 from heliostat.remote import staging
+from heliostat.remote.transport import Transport
 from heliostat.state.records import Record
 from heliostat.state.store import ClusterDirectory
 
@@ -70,9 +71,7 @@ class Planner:
             work, package = folder.path / "work" / name, folder.path / f"{name}.zip"
             command = {**command, "cwd": work.as_posix(), "package": package.as_posix()}
         home = gateway.home if gateway else None
-        if facts is None:
-            facts = self._access.registry.load(spec.on).survey(backend_options(spec), host)
-        return plan(folder, spec, nodes, cluster_id, command, launch, facts, standalone, home)
+        return plan(folder, spec, nodes, cluster_id, command, launch, host, standalone, home, facts)
 
 
 def plan(
@@ -82,13 +81,14 @@ def plan(
     cluster_id: str = NO_ID,
     command: CommandConfig | None = None,
     launch: int = 1,
-    facts: JsonMapping | None = None,
+    host: Transport | None = None,
     standalone: bool = False,
     home: Path | None = None,
+    facts: JsonMapping | None = None,
 ) -> tuple[LaunchRequest, Plan]:
     """The launch request and the plan for these nodes (None: all of them). Changes nothing.
 
-    folder: the cluster's directory, as the agents see it. facts: of the survey of the backend. standalone: no record exists. home: the
+    folder: the cluster's directory, as the agents see it. host: is surveyed, if given and without `facts`. standalone: no record exists. home: the
     user's home directory on the gateway, where the backend has one."""
     backend = backends.load(spec.on)
     _check_demand(spec)
@@ -107,7 +107,7 @@ def plan(
         config={**agent_config(folder, spec, cluster_id, command, home), "launch": launch, **by_hand},
         python="python3" if home else sys.executable,
         group_options={name: backend_options(spec, group.options) for name, group in spec.kinds.items()},
-        facts=facts or {},
+        facts=backend.survey(options, host) if facts is None and host is not None else facts or {},
     )
     return request, backend.plan(request)
 
