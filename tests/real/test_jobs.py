@@ -321,7 +321,7 @@ def test_stop(spawn_cli, program) -> None:
 
 def test_ctrl_c_stops_the_job(tmp_path: Path, spawn_cli, program) -> None:
     words = program(
-        "def last(*_):\n    print('saving', flush=True); time.sleep(5); print('saved', flush=True); sys.exit(0)\n"
+        "def last(*_):\n    print('saving', flush=True); time.sleep(4); print('saved', flush=True); sys.exit(0)\n"
         f"signal.signal(signal.SIGTERM, last)\npathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid()))\n"
         "print('first', flush=True)\ntime.sleep(600)\n"
     )

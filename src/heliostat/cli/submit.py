@@ -108,8 +108,8 @@ def follow(out: Output, manager: ClusterManager, cluster: str, job: str) -> int:
 
     def write(chunk: bytes) -> None:
         nonlocal written
+        written += len(chunk)  # first: Ctrl-C directly after the write must not write the chunk twice
         out.raw("out", chunk)
-        written += len(chunk)
 
     try:
         code = manager.jobs.wait(cluster, job, write)
