@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from heliostat.common.documents import JsonMapping
 from heliostat.common.errors import Code, UsageError
+from heliostat.common.suggestions import BACKENDS, nearest
 
 if TYPE_CHECKING:
     from heliostat.backends.base import Backend
@@ -34,6 +35,7 @@ def load(name: str) -> Backend:
         raise UsageError(
             f"there is no backend `{name}`",
             cause=f"backends: {', '.join(names())}",
+            hint=f"--on {near}" if (near := nearest(name, names(), BACKENDS)) else "",
             code=Code.USAGE_UNKNOWN_BACKEND,
         )
     module = f"cloud.{name}" if name in _CLOUDS else name

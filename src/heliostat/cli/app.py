@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import io
 import os
@@ -20,7 +19,9 @@ import click
 from heliostat._version import __version__
 from heliostat.cli.options import common
 from heliostat.cli.output import Output
+from heliostat.common import suggestions
 from heliostat.common.errors import Code, HeliostatError, Interrupted, UsageError, printable
+from heliostat.common.suggestions import nearest
 
 # command -> description, in the order of use; each command is in the file of its name
 COMMANDS = {
@@ -71,8 +72,8 @@ class CommandGroup(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args and args[0] not in COMMANDS and not args[0].startswith("-"):
-            near = difflib.get_close_matches(args[0], COMMANDS, n=1)
-            hint = f"heliostat {near[0]}" if near else "heliostat --help"
+            near = nearest(args[0], COMMANDS, suggestions.COMMANDS)
+            hint = f"heliostat {near}" if near else "heliostat --help"
             raise UsageError(f"unknown command `{args[0]}`", hint=hint, code=Code.USAGE_UNKNOWN_COMMAND)
         return super().resolve_command(ctx, args)
 
@@ -136,12 +137,14 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 def _convert_usage_error(error: click.UsageError) -> UsageError:
     message = re.sub(r"'([^']*)'", r"`\1`", error.format_message().rstrip("."))
     message = message[0].lower() + message[1:] if message else "wrong usage"
+    message = re.sub(r"is not a valid integer( range)?$", "is not a whole number", message)
+    message = re.sub(r"^got unexpected extra arguments? \((.*)\)$", r"unexpected argument `\1`", message)
     path = error.ctx.command_path if error.ctx else "heliostat"
     if isinstance(error, click.NoSuchOption):
         message = f"`{path}` has no option `{error.option_name}`"
         known = [name for option in error.ctx.command.params for name in option.opts] if error.ctx else []
-        near = difflib.get_close_matches(error.option_name, known, n=1)
-        hint = f"did you mean `{near[0]}`?" if near else f"{path} --help"
+        near = nearest(error.option_name, known, suggestions.OPTIONS)
+        hint = f"did you mean `{near}`?" if near else f"{path} --help"
         return UsageError(message, hint=hint, code=Code.USAGE_UNKNOWN_OPTION)
     is_value = isinstance(error, click.BadParameter) and not isinstance(error, click.MissingParameter)
     return UsageError(message, hint=f"{path} --help", code=Code.USAGE_INVALID_VALUE if is_value else None)

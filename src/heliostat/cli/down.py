@@ -44,6 +44,8 @@ def command(
     manager = ClusterManager(emit=out.emit)
     if keep and now:
         raise UsageError("`--keep` and `--now` exclude each other", hint="use one of them")
+    if every and clusters:
+        raise UsageError("`--all` and names exclude each other", hint="heliostat down --all")
     if backend:
         clusters = tuple(find_by_file(manager, file, backend) for file in clusters)
     names = manager.store.names() if every else list(dict.fromkeys(clusters))

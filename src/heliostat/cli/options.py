@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -11,8 +10,10 @@ import click
 from click.shell_completion import CompletionItem
 
 from heliostat.cli.native import native_options
+from heliostat.common import suggestions
 from heliostat.common.documents import JsonMapping, JsonObject
 from heliostat.common.errors import Code, HeliostatError, UsageError
+from heliostat.common.suggestions import nearest
 
 if TYPE_CHECKING:
     from heliostat.config.loader import Config
@@ -181,6 +182,8 @@ def read_config(values: JsonObject, file: Path | None, *, base: JsonObject | Non
             base=base,
         )
 
+    if str(values.get("on") or "").startswith("-"):
+        raise UsageError(f"`--on` needs a backend, not `{values['on']}`", hint="--on slurm")
     found = load()
     native = native_options()
     if not native:
@@ -189,12 +192,19 @@ def read_config(values: JsonObject, file: Path | None, *, base: JsonObject | Non
     if not backends.load(backend).takes_options:
         ctx = click.get_current_context()
         known = [name for option in ctx.command.params for name in option.opts]
-        near = difflib.get_close_matches(native[0].partition("=")[0], known, n=1)
+        name = native[0].partition("=")[0]
+        in_file = suggestions.IN_THE_FILE.get(name) if name not in known else None
+        near = None if in_file else nearest(name, known, suggestions.OPTIONS)
+        owners = [
+            one for one in backends.names() if name.removeprefix("--") in backends.load(one).long_options
+        ]
+        hints = [f"did you mean `{near}`?"] if near else [f"{in_file} in the file"] if in_file else []
+        hints += [f"`--on {owners[0]}` passes `{name}` to the scheduler"] if owners else []
         usage = f"heliostat {ctx.info_name} --help; put a script's arguments after the script, a command after `--`"
         raise UsageError(
             f"unknown option `{native[0]}`",
             cause=f"`{backend}` has no scheduler to pass it to",
-            hint=f"did you mean `{near[0]}`?" if near else usage,
+            hint=" ".join(hints) or usage,
             code=Code.USAGE_UNKNOWN_OPTION,
         )
     _check_spelling(native, backend)
@@ -209,18 +219,18 @@ def _check_spelling(native: Sequence[str], backend: str) -> None:
     from heliostat import backends
 
     command = click.get_current_context().command
-    theirs = {f"--{name}" for name in getattr(backends.load(backend), "long_options", ())}
+    theirs = {f"--{name}" for name in backends.load(backend).long_options}
     known = [name for option in command.params for name in option.opts if name.startswith("--")]
     for argument in native:
         name = argument.partition("=")[0]
         if not name.startswith("--") or name in theirs:
             continue
-        near = difflib.get_close_matches(name, [*known, *sorted(theirs)], n=1, cutoff=0.8)
-        if near and not name.startswith(f"{near[0]}-"):
+        near = nearest(name, [*known, *sorted(theirs)], cutoff=0.8)
+        if near and not name.startswith(f"{near}-"):
             raise UsageError(
                 f"unknown option `{name}`",
                 cause=f"neither heliostat nor the scheduler of `{backend}` has it",
-                hint=f"did you mean `{near[0]}`? To pass it anyway, set {backend}: {{extra: ['{name}=…']}} in the file",
+                hint=f"did you mean `{near}`? To pass it anyway, set {backend}: {{extra: ['{name}=…']}} in the file",
                 code=Code.USAGE_UNKNOWN_OPTION,
             )
 
@@ -253,6 +263,8 @@ def parse_pairs(texts: Sequence[str], option: str) -> dict[str, str]:
     for text in texts:
         key, sign, value = text.partition("=")
         if not sign or not key:
-            raise UsageError(f"`{option}` takes KEY=VALUE, not `{text}`", hint=f"{option} kind=gpu")
+            raise UsageError(
+                f"`{option}` takes KEY=VALUE, not `{text}`", hint=f"{option} {key or 'KEY'}=VALUE"
+            )
         found[key] = value
     return found

@@ -32,6 +32,18 @@ if TYPE_CHECKING:
     from heliostat.config.spec import ClusterSpec
 
 
+# options of ours that few scripts have
+OF_CLUSTERS = {"--on", "--nodes", "--min-nodes", "--max-nodes", "--cpus-per-node", "--gpus-per-node"}
+OF_CLUSTERS |= {
+    "--memory-per-node",
+    "--object-store",
+    "--idle-timeout",
+    "--wait-timeout",
+    "--detach",
+    "--dry-run",
+}
+
+
 @click.command(cls=BackendCommand)
 @click.option("--cluster", metavar="NAME", help="run on this cluster instead of a new one")
 @click.option("--detach", is_flag=True, help="return after submission; `logs -f` shows the output")
@@ -55,6 +67,8 @@ def command(
 
     The exit code is the script's."""
     argv = script_command(tuple(command_line()))
+    if misplaced := find_misplaced(command_line()):
+        out.info(f"`{misplaced}` after the script goes to the script; put it before the script for heliostat")
     manager = ClusterManager(emit=out.emit)
     if cluster:
         refuse_wait_timeout(wait_timeout, "--cluster", "`run --cluster` does not wait for nodes")
@@ -116,6 +130,16 @@ def script_command(arguments: tuple[str, ...]) -> list[str]:
         return argv
     check_script(argv[0])
     return ["python3", argv[0].replace(os.sep, "/"), *argv[1:]]
+
+
+def find_misplaced(line: list[str]) -> str:
+    """The first option after a script that only heliostat is likely to have; "": there is none. line: from the script on."""
+    for argument in line[1:] if line[:1] != ["--"] else []:
+        if argument == "--":
+            break
+        if (name := argument.partition("=")[0]) in OF_CLUSTERS:
+            return name
+    return ""
 
 
 def _is_executable(name: str, path: str | None = None) -> bool:

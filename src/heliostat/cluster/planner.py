@@ -28,6 +28,7 @@ from heliostat.common.documents import JsonMapping, JsonObject
 from heliostat.common.errors import UsageError
 from heliostat.common.units import parse_window
 from heliostat.config import loader
+from heliostat.config.explain import explain
 from heliostat.config.members import Member, count_members, members
 from heliostat.config.spec import DEFAULT_RAY, ClusterSpec
 from heliostat.config.tables import Environment
@@ -156,7 +157,7 @@ def backend_options(spec: ClusterSpec, more: JsonMapping | None = None) -> Any:
             {**spec.backend_tables.get(spec.on, {}), **(more or {})}
         )
     except ValidationError as error:
-        raise loader.explain(error, {}, lambda path: known, prefix=spec.on) from None
+        raise explain(error, {}, lambda path: known, prefix=spec.on) from None
 
 
 def agent_config(

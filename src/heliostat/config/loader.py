@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import os
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import yaml
-from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic import ValidationError
 
+from heliostat.common import suggestions
 from heliostat.common.documents import JsonMapping, JsonObject
 from heliostat.common.errors import Code, UsageError
 from heliostat.common.shell import CONNECTION_VARIABLES
+from heliostat.common.suggestions import nearest
 from heliostat.config import ray_yaml
+from heliostat.config.explain import explain, known_keys, usage, where
 from heliostat.config.spec import DEFAULT_BACKEND, USES_HOSTS, ClusterSpec
 from heliostat.config.tables import PER_NODE_KEYS
 from heliostat.state.ownership import require_safe_file
@@ -114,7 +114,7 @@ def _count_nodes(
     if str(values.get("nodes", requested)) != str(requested):
         raise UsageError(
             f"`nodes` ({values['nodes']}) and the {requested} nodes of the options of `{backend}` disagree",
-            cause=_where(origins, "nodes").strip(" ()"),
+            cause=where(origins, "nodes").strip(" ()"),
             hint="keep one of the two",
         )
     _put(values, origins, "nodes", requested, f"the options of {backend}")
@@ -134,14 +134,14 @@ def check(values: JsonMapping, origins: Mapping[str, str], catalog: BackendCatal
         if not isinstance(table, dict):
             raise UsageError(
                 f"`{backend}` is not a table",
-                cause=_where(origins, backend).strip(" ()"),
+                cause=where(origins, backend).strip(" ()"),
                 hint=f"{backend}: {{key: value}}",
                 code=Code.USAGE_INVALID_VALUE,
             )
     plain = {key: value for key, value in values.items() if key not in backend_names}
     if "backend_tables" in plain:  # a field of the model, not a key of the file
-        known = ", ".join(sorted([*_keys(ClusterSpec, []), *backend_names]))
-        cause = _where(origins, "backend_tables").strip(" ()")
+        known = ", ".join(sorted([*known_keys(ClusterSpec, []), *backend_names]))
+        cause = where(origins, "backend_tables").strip(" ()")
         raise UsageError(
             "unknown key `backend_tables`",
             cause=cause,
@@ -154,16 +154,16 @@ def check(values: JsonMapping, origins: Mapping[str, str], catalog: BackendCatal
         )
     except ValidationError as error:
         raise explain(
-            error, origins, lambda path: _keys(ClusterSpec, path) + ([] if path else backend_names)
+            error, origins, lambda path: known_keys(ClusterSpec, path) + ([] if path else backend_names)
         ) from None
     except UnicodeEncodeError as error:  # in an argument; pydantic cannot report it
         raise UsageError("a value is not UTF-8 text", cause=f"`{error.object[:80]}`") from None
     if spec.on not in backend_names:
-        near = difflib.get_close_matches(spec.on, backend_names, n=1)
+        near = nearest(spec.on, backend_names, suggestions.BACKENDS)
         raise UsageError(
             f"there is no backend `{spec.on}`",
-            cause=f"backends: {', '.join(backend_names)}" + _where(origins, "on"),
-            hint=f"--on {(near or [DEFAULT_BACKEND])[0]}",
+            cause=f"backends: {', '.join(backend_names)}" + where(origins, "on"),
+            hint=usage(origins, "on", near or DEFAULT_BACKEND),
             code=Code.USAGE_UNKNOWN_BACKEND,
         )
     if "on" not in values and not uses_hosts and (values.get("hosts") or spec.head.host):
@@ -175,133 +175,6 @@ def check(values: JsonMapping, origins: Mapping[str, str], catalog: BackendCatal
     return spec
 
 
-def explain(
-    error: ValidationError,
-    origins: Mapping[str, str],
-    keys: Callable[[list[str]], list[str]],
-    *,
-    prefix: str = "",
-) -> UsageError:
-    """The validator's first finding as a UsageError. keys(path): the known keys of a table."""
-    findings = error.errors()
-    paths = _paths(findings)
-    kind, path = findings[0]["type"], paths[0]
-    key = ".".join([*([prefix] if prefix else []), *path])
-    others = len({tuple(other) for other in paths}) - 1
-    more = f" (and {others} more)" if others else ""
-    where = _where(origins, key)
-    if kind in ("extra_forbidden", "unexpected_keyword_argument", "invalid_key"):
-        known = keys(path[:-1])
-        near = difflib.get_close_matches(path[-1], known, n=1, cutoff=0.5)
-        hint = f"did you mean `{near[0]}`?" if near else f"known keys: {', '.join(sorted(known)) or 'none'}"
-        message, code = f"unknown key `{key[:80]}`{more}", Code.USAGE_UNKNOWN_KEY
-        return UsageError(message, cause=where.strip(" ()"), hint=hint, code=code)
-    if kind == "missing":
-        message, code = f"`{key[:80]}` is missing{more}", Code.USAGE_MISSING_KEY
-        return UsageError(message, cause=where.strip(" ()"), hint="heliostat schema", code=code)
-    same = [finding for finding, other in zip(findings, paths, strict=True) if other == path]
-    return UsageError(
-        f"`{key[:80]}` cannot be used{more}" if key else f"the cluster cannot be used{more}",
-        cause=_sentence(same)[:300] + where,
-        hint="heliostat schema",
-        code=Code.USAGE_INVALID_VALUE,
-    )
-
-
-# types of the validator's findings -> what the value must be; fields are those of the finding's context
-_MUST_BE = {
-    **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "a whole number"),
-    "int_parsing_size": "a smaller number",
-    **dict.fromkeys(("float_type", "float_parsing"), "a number"),
-    "finite_number": "a finite number",
-    **dict.fromkeys(("bool_type", "bool_parsing"), "true or false"),
-    **dict.fromkeys(("string_type", "string_sub_type"), "text"),
-    "string_unicode": "UTF-8 text",
-    "string_too_short": "text of {min_length} or more characters",
-    "string_too_long": "text of {max_length} or fewer characters",
-    **dict.fromkeys(("list_type", "tuple_type", "iterable_type"), "a list"),
-    **dict.fromkeys(("dict_type", "mapping_type", "model_type", "model_attributes_type"), "a table of keys"),
-    **dict.fromkeys(("dataclass_type", "arguments_type"), "a table of keys"),
-    "literal_error": "{expected}",
-    "greater_than": "more than {gt}",
-    "greater_than_equal": "at least {ge}",
-    "less_than": "less than {lt}",
-    "less_than_equal": "at most {le}",
-    "none_required": "null",
-}
-_OWN_TYPES = ("value_error",)  # raised by our validators, with a message
-_UNION_TAG = re.compile(
-    r"str|int|float|bool|(mapping|dict|tuple|list)\[.*\]|constrained-\w+|function-\w+\[.*\]"
-)
-
-
-def _sentence(findings: Sequence[ErrorDetails]) -> str:
-    """The requirement that a value does not meet. Several findings: the value may have several types."""
-    first = findings[0]
-    if first["type"] in _OWN_TYPES:
-        return str(first.get("ctx", {}).get("error") or first["msg"])
-    wanted = []
-    for finding in findings:
-        context = {key: _plain(value) for key, value in finding.get("ctx", {}).items()}
-        wanted += [_MUST_BE[finding["type"]].format(**context)] if finding["type"] in _MUST_BE else []
-    value = _shown(first.get("input"))
-    if not wanted:
-        return f"{value} is not valid here"
-    return f"it must be {' or '.join(dict.fromkeys(wanted))}, not {value}"
-
-
-def _plain(value: object) -> str:
-    """A value of the validator's context: `'a' or 'b'` with backquotes, 10.0 as 10."""
-    return f"{value:g}" if isinstance(value, float) else str(value).replace("'", "`")
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, Mapping):
-        return "a table of keys"
-    if isinstance(value, (list, tuple, set)):
-        return "a list"
-    if value is None or isinstance(value, bool):
-        return {None: "`null`", True: "`true`", False: "`false`"}[value]
-    return f"`{' '.join(str(value)[:80].split())}`"
-
-
-def _paths(findings: Sequence[ErrorDetails]) -> list[list[str]]:
-    """The key of each finding. The validator appends the tried type for a value of several types, and `[key]` for a key."""
-    locations = [[str(part) for part in finding["loc"]] for finding in findings]
-    paths = []
-    for location in locations:
-        siblings = [other for other in locations if other[:-1] == location[:-1]]
-        is_union = len(siblings) > 1 and all(other and _UNION_TAG.fullmatch(other[-1]) for other in siblings)
-        paths.append(location[:-1] if is_union or location[-1:] == ["[key]"] else location)
-    return paths
-
-
-def _keys(model: type[BaseModel], path: list[str]) -> list[str]:
-    """The keys that a table of the spec may have."""
-    for part in path:
-        annotation = model.model_fields[part].annotation if part in model.model_fields else None
-        found = [m for m in _models(annotation)]
-        if not found and annotation is None:  # the name of a group, or an index of a list
-            continue
-        if found:
-            model = found[0]
-    return [name for name in model.model_fields if name != "backend_tables"]
-
-
-def _models(annotation: Any) -> list[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [m for part in getattr(annotation, "__args__", ()) for m in _models(part)]
-
-
-def _where(origins: Mapping[str, str], key: str) -> str:
-    while key:
-        if key in origins:
-            return f" (from {origins[key]})"
-        key = key.rpartition(".")[0]
-    return ""
-
-
 def _environment(environ: Mapping[str, str], backend_names: list[str]) -> Iterator[tuple[str, Any, str]]:
     """(dotted key, value, origin) of each variable that is set. Raises UsageError for an unknown HELIOSTAT_ variable."""
     for name, key in _KNOWN_ENVIRONMENT.items():
@@ -311,13 +184,13 @@ def _environment(environ: Mapping[str, str], backend_names: list[str]) -> Iterat
     for name, text in sorted(environ.items()):
         if name.startswith(_PREFIX) and name.removeprefix(_PREFIX) not in _NOT_KEYS and text:
             key = name.removeprefix(_PREFIX).lower().replace("__", ".")
-            known = [*_keys(ClusterSpec, []), *backend_names]
+            known = [*known_keys(ClusterSpec, []), *backend_names]
             if key.partition(".")[0] not in {*known, *PER_NODE_KEYS}:
-                near = difflib.get_close_matches(key.partition(".")[0], known, n=1)
+                near = nearest(key.partition(".")[0], known, suggestions.KEYS)
                 raise UsageError(
                     f"unknown variable `{name[:80]}`",
                     cause="no key of the file has that name",
-                    hint=f"did you mean `{_PREFIX}{near[0].upper()}`?" if near else f"unset {name[:80]}",
+                    hint=f"did you mean `{_PREFIX}{near.upper()}`?" if near else f"unset {name[:80]}",
                     code=Code.USAGE_UNKNOWN_VARIABLE,
                 )
             yield key, text, f"${name}"
@@ -382,7 +255,7 @@ def _parse(file: Path, data: bytes) -> tuple[JsonObject, dict[str, str]]:
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise UsageError(
             f"`{file}` is not YAML",
-            cause=" ".join(str(error).split())[:300],
+            cause=_yaml_problem(error)[:300],
             hint="heliostat schema",
             code=Code.USAGE_INVALID_YAML,
         ) from None
@@ -400,6 +273,15 @@ def _parse(file: Path, data: bytes) -> tuple[JsonObject, dict[str, str]]:
     except RecursionError:
         raise UsageError(f"`{file}` is too deep", cause="its tables are nested too deeply") from None
     return values, reader.origins
+
+
+def _yaml_problem(error: Exception) -> str:
+    """The line and the problem. A tab is the most frequent one."""
+    mark = getattr(error, "problem_mark", None)
+    problem = str(getattr(error, "problem", None) or error)
+    if "'\\t'" in problem:
+        problem = "a tab; indent and separate with spaces"
+    return " ".join((f"line {mark.line + 1}: {problem}" if mark else problem).split())
 
 
 class _Reader:

@@ -67,7 +67,7 @@ def _walltime(value: object) -> object:
 
 def _count(value: object) -> object:
     if isinstance(value, bool):  # `nodes: yes` would count as 1
-        raise ValueError(f"`{value}` is not a number")
+        raise ValueError(f"`{str(value).lower()}` is not a number")
     return value
 
 

@@ -24,6 +24,7 @@ from heliostat.agent.protocol import ClusterReport, Connection, NodeFile, Pulse,
 from heliostat.common.documents import EventRow
 from heliostat.common.errors import Code, DeadlineError, DiskError, HeliostatError, NotFoundError
 from heliostat.common.processes import process_start
+from heliostat.common.suggestions import nearest
 from heliostat.state.files import disk_error, read_json, write_atomic
 from heliostat.state.locks import (
     block_interrupts,
@@ -290,10 +291,11 @@ class Store:
                     hint=f"heliostat logs {name}",
                     code=Code.NOT_FOUND_CLUSTER,
                 )
+            near = nearest(name, self.names())
             raise NotFoundError(
                 f"there is no cluster `{name}`",
                 cause=f"clusters here: {', '.join(self.names()) or 'none'}",
-                hint="heliostat ls --all",
+                hint=f"did you mean `{near}`?" if near else "heliostat ls --all",
                 code=Code.NOT_FOUND_CLUSTER,
             )
         return folder

@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from heliostat import backends
 from heliostat.cluster import planner
 from heliostat.common.errors import UsageError
-from heliostat.config import loader
+from heliostat.config import explain, loader
 from heliostat.config.loader import FILE, MAX_FILE_BYTES, Config, load, schema
 from heliostat.config.spec import ClusterSpec
 from heliostat.state.ownership import UnsafePathError
@@ -309,7 +309,7 @@ def test_many_bad_values_are_counted(file: Path) -> None:
 
 def test_an_unknown_site_is_told_with_those_there_are(file: Path) -> None:
     error = refused(file, "on: slrum")
-    assert error.message == "there is no backend `slrum`" and error.hint == "--on slurm"
+    assert error.message == "there is no backend `slrum`" and error.hint == "on: slurm"
     assert "local, pbs, slurm, ssh" in error.cause and f"{FILE} line 1" in error.cause
 
 
@@ -389,7 +389,7 @@ def _every_key(model: type[BaseModel], path: tuple[str | int, ...] = ()) -> Iter
         inside = (
             ("g",) if "dict" in str(field.annotation) else (0,) if "tuple" in str(field.annotation) else ()
         )
-        for inner in loader._models(field.annotation):
+        for inner in explain._models(field.annotation):
             yield from _every_key(inner, (*path, name, *inside))
 
 
@@ -440,7 +440,7 @@ def test_versions_and_dates_stay_words(file: Path) -> None:
 
 
 def test_yes_is_not_a_number(file: Path) -> None:
-    assert "`True` is not a number" in refused(file, "nodes: yes").cause
+    assert "`true` is not a number" in refused(file, "nodes: yes").cause
 
 
 # -- files that are no files

@@ -86,6 +86,13 @@ class SshBackend(Backend):
     def require(self, spec: ClusterSpec, host: Transport) -> None:
         from heliostat.config.members import hosts
 
+        for one in hosts(spec):
+            if one.key and not Path(one.key).expanduser().is_file():
+                raise UsageError(
+                    f"the key of `{one.host}` is not a file",
+                    cause=f"`{one.key}` in `hosts`",
+                    hint="key: ~/.ssh/id_ed25519",
+                )
         if any(ssh_command(one) for one in hosts(spec)):
             require_programs(("ssh",), "install OpenSSH's client", host)
 
