@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from heliostat import backends
 from heliostat.cluster.manager import ClusterManager
+from heliostat.cluster.wait import ENDED
 from heliostat.common.documents import ClusterStatus, JobInfo, JsonObject
 from heliostat.common.errors import Code, HeliostatError, UsageError
 from heliostat.common.events import Emit
@@ -60,8 +61,10 @@ class Job:
         if partial:
             yield partial.decode("utf-8", "replace")
 
-    def wait(self) -> int:
-        """Waits until the job has ended and returns its exit code."""
+    def wait(self, timeout: float | None = None) -> int:
+        """Waits until the job has ended and returns its exit code. Raises DeadlineError after `timeout` seconds."""
+        if timeout is not None:
+            self.cluster._manager.state_waiter.wait(self.cluster.name, self.id, ENDED, timeout)
         return self.cluster._manager.jobs.wait(self.cluster.name, self.id, lambda chunk: None)
 
     def stop(self) -> bool:

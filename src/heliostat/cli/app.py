@@ -33,6 +33,7 @@ COMMANDS = {
     "submit": "submit a job to a running cluster",
     "jobs": "list the jobs of a cluster",
     "stop": "stop a job",
+    "wait": "wait until a cluster is ready, or until a job has ended",
     "logs": "show the output of a job, the logs of a node or the cluster's events",
     "plan": "print RLlib or Ray Train settings that fit a cluster",
     "status": "show nodes, resources, jobs and remaining time",

@@ -132,20 +132,23 @@ def wait_timeout(function: F) -> F:
     return click.option(
         "--wait-timeout",
         metavar="DURATION",
-        callback=lambda ctx, param, text: None if text is None else _parse_wait_timeout(text),
+        callback=parse_timeout,
         help="stop waiting for nodes after this long and exit with code 4, e.g. 30m [no limit in a queue]",
     )(function)
 
 
-def _parse_wait_timeout(text: str) -> int:
+def parse_timeout(ctx: click.Context, option: click.Parameter, text: str | None) -> int | None:
+    """The seconds of an option that takes a duration; None: it was not given."""
     from heliostat.common.units import parse_walltime
 
+    if text is None:
+        return None
     try:
         seconds = parse_walltime(text)
     except ValueError as error:
-        raise UsageError("`--wait-timeout` is invalid", cause=str(error)) from None
+        raise UsageError(f"`{option.opts[0]}` is invalid", cause=str(error)) from None
     if seconds <= 0:
-        raise UsageError("`--wait-timeout` is invalid", cause=f"`{text}` is not longer than zero")
+        raise UsageError(f"`{option.opts[0]}` is invalid", cause=f"`{text}` is not longer than zero")
     return seconds
 
 

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from heliostat.cluster.start import Starter
     from heliostat.cluster.terminate import Terminator
     from heliostat.cluster.view import View
+    from heliostat.cluster.wait import StateWaiter
     from heliostat.common.errors import Refused
     from heliostat.config.spec import ClusterSpec
     from heliostat.remote.ray_client import RayApi
@@ -262,6 +263,12 @@ class ClusterManager:
         from heliostat.cluster.jobs import Jobs
 
         return Jobs(self.access, self.observer, self._connector, self._emit, self._clock)
+
+    @cached_property
+    def state_waiter(self) -> StateWaiter:
+        from heliostat.cluster.wait import StateWaiter
+
+        return StateWaiter(self.observer, self._connector, self._clock)
 
     @cached_property
     def follower(self) -> CommandFollower:
