@@ -6,6 +6,7 @@ import sys
 
 import click
 
+from heliostat.cli.help import Command
 from heliostat.cli.options import CLUSTER, common
 from heliostat.cli.output import Output
 from heliostat.cli.status import find_only_cluster
@@ -16,7 +17,7 @@ from heliostat.common.units import parse_duration
 from heliostat.diagnostics import advisor, metrics
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("cluster", type=CLUSTER, required=False)
 @click.option("--for", "span", metavar="TIME", default="15s", show_default=True, help="how long to observe")
 @common

@@ -23,33 +23,42 @@ from heliostat.common import suggestions
 from heliostat.common.errors import Code, HeliostatError, Interrupted, UsageError, printable
 from heliostat.common.suggestions import nearest
 
-# command -> description, in the order of use; each command is in the file of its name
-COMMANDS = {
-    "init": "write a heliostat.yaml for the backends found on this machine",
-    "setup": "install or upgrade the Python environment on all hosts",
-    "up": "start a cluster and wait until it is ready",
-    "run": "start a cluster, run a script on it and terminate the cluster",
-    "join": "add nodes to a running cluster, optionally with a script",
-    "submit": "submit a job to a running cluster",
-    "jobs": "list the jobs of a cluster",
-    "stop": "stop a job",
-    "wait": "wait until a cluster is ready, or until a job has ended",
-    "logs": "show the output of a job, the logs of a node or the cluster's events",
-    "plan": "print RLlib or Ray Train settings that fit a cluster",
-    "status": "show nodes, resources, jobs and remaining time",
-    "advise": "find out why a workload is slow or blocked",
-    "ls": "list your clusters",
-    "scale": "change the number of workers",
-    "down": "terminate clusters and release their nodes",
-    "restart": "terminate a cluster or one worker and start it again",
-    "exec": "run a command on every node",
-    "dashboard": "open a local proxy to the Ray dashboard",
-    "env": "print shell commands that connect Ray programs to a cluster",
-    "doctor": "check this machine, a spec file or a cluster for problems",
-    "history": "list all past and present clusters and jobs",
-    "schema": "print the JSON Schema of heliostat.yaml",
-    "completion": "print the shell completion script",
+# section -> command -> description; each command is in the file of its name
+SECTIONS = {
+    "Run work": {
+        "run": "start a cluster, run a script on it and terminate the cluster",
+        "submit": "submit a job to a running cluster",
+        "jobs": "list the jobs of a cluster",
+        "logs": "show the output of a job, the logs of a node or the cluster's events",
+        "stop": "stop a job",
+        "wait": "wait until a cluster is ready, or until a job has ended",
+    },
+    "Clusters": {
+        "up": "start a cluster and wait until it is ready",
+        "down": "terminate clusters and release their nodes",
+        "ls": "list your clusters",
+        "status": "show nodes, resources, jobs and remaining time",
+        "scale": "change the number of workers",
+        "join": "add nodes to a running cluster, optionally with a script",
+        "restart": "terminate a cluster or one worker and start it again",
+    },
+    "Access": {
+        "dashboard": "open a local proxy to the Ray dashboard",
+        "env": "print shell commands that connect Ray programs to a cluster",
+        "exec": "run a command on every node",
+    },
+    "Prepare and check": {
+        "init": "write a heliostat.yaml for the backends found on this machine",
+        "setup": "install or upgrade the Python environment on all hosts",
+        "doctor": "check this machine, a spec file or a cluster for problems",
+        "plan": "print RLlib or Ray Train settings that fit a cluster",
+        "advise": "find out why a workload is slow or blocked",
+        "schema": "print the JSON Schema of heliostat.yaml",
+        "completion": "print the shell completion script",
+    },
+    "Account": {"history": "list all past and present clusters and jobs"},
 }
+COMMANDS = {name: description for section in SECTIONS.values() for name, description in section.items()}
 
 
 class CommandGroup(click.Group):
@@ -66,8 +75,10 @@ class CommandGroup(click.Group):
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl(list(COMMANDS.items()))
+        width = max(map(len, COMMANDS))
+        for title, commands in SECTIONS.items():
+            with formatter.section(title):
+                formatter.write_dl([(f"{name:<{width}}", text) for name, text in commands.items()])
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

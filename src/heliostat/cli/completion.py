@@ -5,11 +5,12 @@ from __future__ import annotations
 import click
 from click.shell_completion import get_completion_class
 
+from heliostat.cli.help import Command
 from heliostat.cli.options import common
 from heliostat.cli.output import Output
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 @common
 @click.pass_obj

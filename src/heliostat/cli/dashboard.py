@@ -6,6 +6,7 @@ import time
 
 import click
 
+from heliostat.cli.help import Command
 from heliostat.cli.options import CLUSTER, common
 from heliostat.cli.output import Output
 from heliostat.cluster.manager import ClusterManager
@@ -13,7 +14,7 @@ from heliostat.remote.dashboard_proxy import DashboardProxy, redirect_page
 from heliostat.state.files import write_atomic
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("cluster", type=CLUSTER)
 @click.option("--open", "in_browser", is_flag=True, help="open the dashboard in a browser")
 @click.option("--port", type=click.IntRange(0, 65535), default=0, help="local port [a free port]")

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import click
 
+from heliostat.cli.help import Command
 from heliostat.cli.options import CLUSTER, common, read_config
 from heliostat.cli.output import Output
 from heliostat.diagnostics.doctor import examine
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("subject", metavar="[CLUSTER|FILE]", type=CLUSTER, required=False)
 @click.option("--on", metavar="BACKEND", help="backend to check [local]")
 @common

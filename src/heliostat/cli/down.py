@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from heliostat.cli.help import Command
 from heliostat.cli.options import CLUSTER, common
 from heliostat.cli.output import Output
 from heliostat.cluster.manager import ClusterManager
@@ -14,7 +15,7 @@ from heliostat.common.errors import Code, HeliostatError, NotFoundError, Partial
 from heliostat.common.units import count
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("clusters", type=CLUSTER, nargs=-1)
 @click.option(
     "--on",

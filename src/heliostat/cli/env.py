@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from heliostat.cli.help import Command
 from heliostat.cli.options import CLUSTER, common
 from heliostat.cli.output import Output
 from heliostat.cluster.manager import ClusterManager
@@ -12,7 +13,7 @@ from heliostat.common.errors import Code, HeliostatError, UsageError
 from heliostat.common.shell import CONNECTION_VARIABLES
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("cluster", type=CLUSTER, required=False)
 @click.option("--unset", is_flag=True, help="print the command that unsets the variables")
 @common

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import click
 
+from heliostat.cli.help import Command
 from heliostat.cli.options import CLUSTER, common
 from heliostat.cli.output import Output
 from heliostat.cluster.manager import ClusterManager
 from heliostat.common.errors import UsageError
 
 
-@click.command(context_settings={"ignore_unknown_options": True})
+@click.command(cls=Command, context_settings={"ignore_unknown_options": True})
 @click.argument("cluster", type=CLUSTER)
 @click.option("--node", metavar="NAME", help="run on this node only")
 @common

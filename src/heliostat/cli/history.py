@@ -9,6 +9,7 @@ from pathlib import Path
 
 import click
 
+from heliostat.cli.help import Command
 from heliostat.cli.options import common, refuse_options
 from heliostat.cli.output import Output, table
 from heliostat.cluster.accounting import cost_of
@@ -34,7 +35,7 @@ COLUMNS = (
 )
 
 
-@click.command()
+@click.command(cls=Command)
 @click.option("--csv", "path", type=click.Path(path_type=Path), help="write CSV to this file; `-` for stdout")
 @click.option(
     "--prune", is_flag=True, help="remove the oldest logs of terminated clusters beyond the size limit"

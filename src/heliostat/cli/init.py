@@ -6,12 +6,13 @@ from pathlib import Path
 
 import click
 
+from heliostat.cli.help import Command
 from heliostat.cli.options import common
 from heliostat.cli.output import Output
 from heliostat.common.errors import DiskError, UsageError, disk_code
 
 
-@click.command()
+@click.command(cls=Command)
 @click.option("--on", metavar="BACKEND", help="backend of the file [the most capable one found]")
 @click.option("--force", is_flag=True, help="overwrite an existing file")
 @common

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from heliostat.cli.help import Command
 from heliostat.cli.options import CLUSTER, common
 from heliostat.cli.output import Output, ago, table
 from heliostat.cluster.manager import ClusterManager
@@ -11,7 +12,7 @@ from heliostat.common.documents import select
 from heliostat.common.units import format_duration
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("cluster", type=CLUSTER)
 @common
 @click.pass_obj

@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 
 from heliostat import backends
+from heliostat.cli.help import Command
 from heliostat.cli.options import CLUSTER, common
 from heliostat.cli.output import Output, as_json
 from heliostat.cluster.manager import ClusterManager
@@ -19,7 +20,7 @@ from heliostat.remote.job_output import JobOutput
 from heliostat.state.store import ClusterDirectory
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("cluster", type=CLUSTER)
 @click.argument("source", metavar="[JOB|NODE]", required=False)
 @click.option("-f", "--follow", is_flag=True, help="print new output as it is written")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from heliostat.cli.help import Command
 from heliostat.cli.options import common
 from heliostat.cli.output import Output, ago, table
 from heliostat.cluster.manager import ClusterManager
@@ -11,7 +12,7 @@ from heliostat.common.documents import JsonObject
 from heliostat.state.records import Record
 
 
-@click.command()
+@click.command(cls=Command)
 @click.option("--all", "every", is_flag=True, help="include terminated clusters")
 @common
 @click.pass_obj

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from heliostat.cli.help import Command
 from heliostat.cli.output import Output
 
 NATIVE_OPTIONS_KEY = "heliostat.native_options"
@@ -18,7 +19,7 @@ NATIVE_OPTIONS_HELP = (
 )
 
 
-class BackendCommand(click.Command):
+class BackendCommand(Command):
     """A command that accepts the scheduler's options beside ours: `run --partition=gpu --nodes 4 train.py --lr 0.1`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -32,8 +33,8 @@ class BackendCommand(click.Command):
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         formatter.write_paragraph()
-        with formatter.indentation():
-            formatter.write_text(NATIVE_OPTIONS_HELP)
+        formatter.write_text(NATIVE_OPTIONS_HELP)
+        super().format_epilog(ctx, formatter)
 
 
 def split_arguments(args: list[str], command: click.Command) -> tuple[list[str], list[str], list[str]]:

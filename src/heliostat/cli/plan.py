@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from heliostat.cli.help import Command
 from heliostat.cli.options import CLUSTER, common
 from heliostat.cli.output import Output
 from heliostat.cli.status import find_only_cluster
@@ -15,13 +16,13 @@ if TYPE_CHECKING:
     from heliostat.api import Cluster
 
 
-@click.group(subcommand_metavar="rllib|train [CLUSTER]")
+@click.group(subcommand_metavar="rllib|train [CLUSTER]", epilog="Example: heliostat plan rllib lab")
 @common
 def command() -> None:
     """Print RLlib or Ray Train settings that request no more than this cluster has."""
 
 
-@command.command()
+@command.command(cls=Command)
 @click.argument("cluster", type=CLUSTER, required=False)
 @click.option(
     "--strategy",
@@ -38,7 +39,7 @@ def rllib(out: Output, /, cluster: str | None, strategy: str) -> None:
     _show(out, target.name, target.plan_rllib(strategy))
 
 
-@command.command()
+@command.command(cls=Command)
 @click.argument("cluster", type=CLUSTER, required=False)
 @click.option(
     "--cpus-per-worker",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from heliostat.cli.help import Command
 from heliostat.cli.options import CLUSTER, common, wait_timeout
 from heliostat.cli.output import Output
 from heliostat.cli.up import summary
@@ -12,7 +13,7 @@ from heliostat.common.limits import MAX_WORKERS
 from heliostat.common.units import count
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("cluster", type=CLUSTER)
 @click.argument("workers", metavar="N", type=click.IntRange(0, MAX_WORKERS))
 @click.option("--group", metavar="NAME", help="change this group, if the cluster has groups")

@@ -6,11 +6,12 @@ import json
 
 import click
 
+from heliostat.cli.help import Command
 from heliostat.cli.options import common
 from heliostat.cli.output import Output
 
 
-@click.command()
+@click.command(cls=Command)
 @common
 @click.pass_obj
 def command(out: Output, /) -> None:

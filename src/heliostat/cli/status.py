@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import click
 
+from heliostat.cli.help import Command
 from heliostat.cli.options import CLUSTER, common
 from heliostat.cli.output import Output, ago, table
 from heliostat.cluster.manager import ClusterManager
@@ -15,7 +16,7 @@ from heliostat.common.errors import Code, NotFoundError
 from heliostat.common.units import format_bytes, format_duration
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("cluster", type=CLUSTER, required=False)
 @click.option("--watch", is_flag=True, help="refresh every two seconds, until Ctrl-C")
 @common

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import click
 
+from heliostat.cli.help import Command
 from heliostat.cli.options import CLUSTER, common
 from heliostat.cli.output import Output
 from heliostat.cluster.manager import ClusterManager
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("cluster", type=CLUSTER)
 @click.argument("job")
 @common

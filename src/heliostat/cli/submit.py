@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from heliostat.cli.help import Command
 from heliostat.cli.options import CLUSTER, common, parse_pairs
 from heliostat.cli.output import Output
 from heliostat.cluster.jobs import check_job_id
@@ -15,7 +16,7 @@ from heliostat.common.errors import Code, Interrupted, UsageError
 from heliostat.common.shell import quote
 
 
-@click.command(context_settings={"allow_interspersed_args": True})
+@click.command(cls=Command, context_settings={"allow_interspersed_args": True})
 @click.argument("cluster", type=CLUSTER)
 @click.option("--wait", is_flag=True, help="follow the job and return its exit code")
 @click.option(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import click
 
+from heliostat.cli.help import Command
 from heliostat.cli.options import CLUSTER, common, parse_timeout
 from heliostat.cli.output import Output
 from heliostat.cluster.manager import ClusterManager
 from heliostat.cluster.wait import GOALS
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("cluster", type=CLUSTER)
 @click.argument("job", required=False)
 @click.option(
