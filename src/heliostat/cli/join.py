@@ -12,8 +12,9 @@ from heliostat.agent.protocol import CommandConfig
 from heliostat.cli.native import BackendCommand, command_line, native_options
 from heliostat.cli.options import (
     CLUSTER,
-    cluster_options,
+    JOIN_REFUSES,
     common,
+    join_options,
     read_config,
     refuse_options,
     refuse_wait_timeout,
@@ -30,16 +31,13 @@ from heliostat.common.units import count
 # keys of the cluster's spec that do not apply to joining nodes
 NOT_FOR_JOINS = ("name", "nodes", "min_nodes", "groups", "time", "head", "hosts", "idle", "autoscale")
 
-# options that a join cannot change
-CLUSTER_OPTIONS = ("on", "name", "min_nodes", "max_nodes", "idle_timeout")
-
 
 @click.command(cls=BackendCommand)
 @click.argument("cluster", type=CLUSTER)
 @click.option("--detach", is_flag=True, help="return as soon as the nodes are requested")
 @click.option("--host", "hosts", multiple=True, metavar="HOST", help="add this ssh host; repeatable")
 @wait_timeout
-@cluster_options
+@join_options
 @common
 @click.argument("arguments", metavar="[SCRIPT.py [ARGS…]]", nargs=-1, type=click.UNPROCESSED)
 @click.pass_obj
@@ -68,7 +66,7 @@ def command(
         add_hosts(out, manager, name, hosts, options)
         return None
     refuse_options(
-        {key: values[key] for key in CLUSTER_OPTIONS},
+        {key: values[key] for key in JOIN_REFUSES},
         "`join`",
         f"`{name}` runs on `{record.backend}` already; a join cannot change these settings",
         f"heliostat join {name} --nodes 2",

@@ -44,6 +44,10 @@ KEYS = {
 }
 
 
+# options that a join cannot change
+JOIN_REFUSES = ("on", "name", "min_nodes", "max_nodes", "idle_timeout")
+
+
 class ClusterName(click.ParamType[str]):
     """Completes with the names of the user's clusters."""
 
@@ -78,7 +82,20 @@ def common(function: F) -> F:
 
 def cluster_options(function: F) -> F:
     """The options of `up` and `run`."""
-    options = [
+    return _node_options(function, "number of nodes, including the head [1]")
+
+
+def join_options(function: F) -> F:
+    """The options of `join`: those of its nodes. Those of the cluster are hidden, and refused with a message."""
+    return _node_options(function, "number of nodes to add [1]", hidden=JOIN_REFUSES)
+
+
+def _node_options(function: F, nodes_help: str, hidden: Sequence[str] = ()) -> F:
+    def option(name: str, **settings: Any) -> Callable[[F], F]:
+        is_hidden = name[2:].replace("-", "_") in hidden
+        return click.option(name, hidden=is_hidden, **settings)
+
+    options: list[Callable[[F], F]] = [
         click.option(
             "-f",
             "--file",
@@ -86,15 +103,15 @@ def cluster_options(function: F) -> F:
             type=click.Path(path_type=Path, readable=False),  # the loader reports why it cannot be read
             help="spec file [heliostat.yaml]",
         ),
-        click.option("--on", metavar="BACKEND", help="backend that provides the nodes [local]"),
-        click.option("--name", help="cluster name"),
-        click.option("--nodes", type=int, help="number of nodes, including the head [1]"),
-        click.option(
+        option("--on", metavar="BACKEND", help="backend that provides the nodes [local]"),
+        option("--name", help="cluster name"),
+        option("--nodes", type=int, help=nodes_help),
+        option(
             "--min-nodes",
             type=int,
             help="start when this many nodes are ready; with --max-nodes, the autoscaler's minimum",
         ),
-        click.option("--max-nodes", type=int, help="maximum number of nodes; enables autoscaling"),
+        option("--max-nodes", type=int, help="maximum number of nodes; enables autoscaling"),
         click.option("--cpus-per-node", type=int, help="CPUs that Ray may use on each node"),
         click.option("--gpus-per-node", type=int, help="GPUs on each node"),
         click.option(
@@ -102,7 +119,7 @@ def cluster_options(function: F) -> F:
         ),
         click.option("--object-store", metavar="SIZE", help="object store on each node, e.g. 10G"),
         click.option("--time", metavar="TIME", help="maximum lifetime of the cluster, e.g. 4:00:00"),
-        click.option(
+        option(
             "--idle-timeout",
             metavar="TIME",
             help="terminate the cluster after this long without work, e.g. 60m",
@@ -122,8 +139,8 @@ def cluster_options(function: F) -> F:
         click.option("--labels", metavar="K=V,…", help="Ray labels of every node"),
         click.option("--dry-run", is_flag=True, help="print the files and commands without running anything"),
     ]
-    for option in reversed(options):
-        function = option(function)
+    for decorate in reversed(options):
+        function = decorate(function)
     return function
 
 
