@@ -11,8 +11,13 @@ from heliostat.cli import app
 from heliostat.cli.help import EXAMPLES, SECTIONS, Command
 
 
+def outer() -> click.Context:
+    """The context of `heliostat`, which a command inherits. Without it, click remembers `--help` without `-h`."""
+    return click.Context(app.cli, info_name="heliostat", **app.cli.context_settings)
+
+
 def commands() -> dict[str, click.Command]:
-    context = click.Context(app.cli)
+    context = outer()
     found = {name: app.cli.get_command(context, name) for name in app.COMMANDS}
     plain = {
         name: command for name, command in found.items() if command and not isinstance(command, click.Group)
@@ -25,7 +30,7 @@ def commands() -> dict[str, click.Command]:
 def test_a_command_has_two_examples(name: str) -> None:
     command = commands()[name]
     assert isinstance(command, Command) and len(EXAMPLES[name]) == 2
-    help_text = command.get_help(click.Context(command, info_name=name))
+    help_text = command.get_help(click.Context(command, parent=outer(), info_name=name))
     assert all(f"  {line}\n" in help_text + "\n" for line in EXAMPLES[name])
 
 
@@ -34,11 +39,11 @@ def test_an_example_is_accepted(line: str) -> None:
     words = shlex.split(line.replace('eval "$(', "").replace(')"', "").partition(" >")[0])
     assert words[0] == "heliostat"
     arguments = words[2:]
-    command = app.cli.get_command(click.Context(app.cli), words[1])
+    command = app.cli.get_command(outer(), words[1])
     assert command
     if isinstance(command, click.Group):
         command, arguments = command.commands[words[2]], words[3:]
-    command.make_context(words[1], arguments)  # raises click.UsageError
+    command.make_context(words[1], arguments, parent=outer())  # raises click.UsageError
 
 
 def test_every_command_has_examples() -> None:
@@ -46,7 +51,7 @@ def test_every_command_has_examples() -> None:
 
 
 def test_options_have_sections() -> None:
-    text = commands()["run"].get_help(click.Context(commands()["run"], info_name="run"))
+    text = commands()["run"].get_help(click.Context(commands()["run"], parent=outer(), info_name="run"))
     titles = [line[:-1] for line in text.splitlines() if line.endswith(":") and not line.startswith(" ")]
     assert titles == [*SECTIONS, "Examples"]
     assert "goes to the scheduler" in " ".join(text.split())
