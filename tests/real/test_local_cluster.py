@@ -241,10 +241,10 @@ def test_doctor_finds_nothing_wrong(pair: Pair) -> None:
 
 
 def test_logs_of_events_and_nodes(pair: Pair) -> None:
-    events = heliostat("logs", NAME).stdout
+    events = heliostat("logs", NAME, "--events").stdout
     assert "requested on local" in events and "head: STARTING -> READY" in events
     move = {"kind": "move", "node": "w1", "to": "READY"}
-    assert any(move.items() <= event.items() for event in document("logs", NAME)["events"])
+    assert any(move.items() <= event.items() for event in document("logs", NAME, "--events")["events"])
     for node, heading in (("head", "gcs_server.out"), ("w1", "raylet.out")):
         text = heliostat("logs", NAME, node).stdout
         assert "==> ray.log <==" in text and f"==> {heading} <==" in text

@@ -90,7 +90,7 @@ def test_a_day_over_ssh(client: Client, tmp_path: Path) -> None:
             f"gold | {tmp_path}/hosts/gold",
             f"zinc | {tmp_path}/hosts/zinc",
         ]
-        assert "READY" in ok(client("logs", "lab"))
+        assert "READY" in ok(client("logs", "lab", "--events"))
         ok(client("scale", "lab", "0"))
         ok(client("scale", "lab", "1"))
         assert "ok    node zinc: ready" in client("doctor", "lab").stdout

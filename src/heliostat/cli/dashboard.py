@@ -7,7 +7,8 @@ import time
 import click
 
 from heliostat.cli.help import Command
-from heliostat.cli.options import CLUSTER, common
+from heliostat.cli.names import cluster_argument
+from heliostat.cli.options import common
 from heliostat.cli.output import Output
 from heliostat.cluster.manager import ClusterManager
 from heliostat.remote.dashboard_proxy import DashboardProxy, redirect_page
@@ -15,7 +16,7 @@ from heliostat.state.files import write_atomic
 
 
 @click.command(cls=Command)
-@click.argument("cluster", type=CLUSTER)
+@cluster_argument()
 @click.option("--open", "in_browser", is_flag=True, help="open the dashboard in a browser")
 @click.option("--port", type=click.IntRange(0, 65535), default=0, help="local port [a free port]")
 @click.option(

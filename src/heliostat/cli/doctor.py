@@ -7,14 +7,15 @@ from pathlib import Path
 import click
 
 from heliostat.cli.help import Command
-from heliostat.cli.options import CLUSTER, common, read_config
+from heliostat.cli.names import BACKEND, CLUSTER
+from heliostat.cli.options import common, read_config
 from heliostat.cli.output import Output
 from heliostat.diagnostics.doctor import examine
 
 
 @click.command(cls=Command)
 @click.argument("subject", metavar="[CLUSTER|FILE]", type=CLUSTER, required=False)
-@click.option("--on", metavar="BACKEND", help="backend to check [local]")
+@click.option("--on", type=BACKEND, help="backend to check [local]")
 @common
 @click.pass_obj
 def command(out: Output, /, subject: str | None, on: str | None) -> int:

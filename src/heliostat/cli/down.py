@@ -7,7 +7,8 @@ from pathlib import Path
 import click
 
 from heliostat.cli.help import Command
-from heliostat.cli.options import CLUSTER, common
+from heliostat.cli.names import BACKEND, CLUSTER, find_only_cluster
+from heliostat.cli.options import common
 from heliostat.cli.output import Output
 from heliostat.cluster.manager import ClusterManager
 from heliostat.common.documents import JsonObject
@@ -20,7 +21,7 @@ from heliostat.common.units import count
 @click.option(
     "--on",
     "backend",
-    metavar="BACKEND",
+    type=BACKEND,
     help="treat arguments as spec files and find their clusters on the hosts",
 )
 @click.option("--all", "every", is_flag=True, help="all your clusters")
@@ -47,15 +48,13 @@ def command(
         raise UsageError("`--keep` and `--now` exclude each other", hint="use one of them")
     if every and clusters:
         raise UsageError("`--all` and names exclude each other", hint="heliostat down --all")
+    if backend and not clusters and not every:
+        raise UsageError("missing argument `FILE`", hint=f"heliostat down --on {backend} heliostat.yaml")
     if backend:
         clusters = tuple(find_by_file(manager, file, backend) for file in clusters)
     names = manager.store.names() if every else list(dict.fromkeys(clusters))
     if not names and not every:
-        raise UsageError(
-            "missing argument `CLUSTER`",
-            cause=f"your clusters: {', '.join(manager.store.names()) or 'none'}",
-            hint="heliostat down NAME",
-        )
+        names = [find_only_cluster()]
     if dry_run:
         return show_dry_run(out, manager, names)
     done: list[JsonObject] = []

@@ -5,7 +5,8 @@ from __future__ import annotations
 import click
 
 from heliostat.cli.help import Command
-from heliostat.cli.options import CLUSTER, common
+from heliostat.cli.names import CLUSTER, find_only_cluster
+from heliostat.cli.options import common
 from heliostat.cli.output import Output
 from heliostat.cluster.manager import ClusterManager
 from heliostat.common import shell
@@ -27,8 +28,7 @@ def command(out: Output, /, cluster: str | None, unset: bool) -> None:
     if unset:
         names = list(CONNECTION_VARIABLES)
         return out.document({"unset": names}) if out.json else out.exact(shell.unset(names))
-    if cluster is None:
-        raise UsageError("missing argument `CLUSTER`", hint="heliostat env --help")
+    cluster = cluster or find_only_cluster()
     manager = ClusterManager()
     view = manager.find(cluster)
     env = manager.environment(view)

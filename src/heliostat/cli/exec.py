@@ -5,15 +5,16 @@ from __future__ import annotations
 import click
 
 from heliostat.cli.help import Command
-from heliostat.cli.options import CLUSTER, common
+from heliostat.cli.names import NODE, cluster_argument
+from heliostat.cli.options import common
 from heliostat.cli.output import Output
 from heliostat.cluster.manager import ClusterManager
 from heliostat.common.errors import UsageError
 
 
 @click.command(cls=Command, context_settings={"ignore_unknown_options": True})
-@click.argument("cluster", type=CLUSTER)
-@click.option("--node", metavar="NAME", help="run on this node only")
+@cluster_argument()
+@click.option("--node", type=NODE, help="run on this node only")
 @common
 @click.argument("arguments", metavar="-- COMMAND…", nargs=-1, type=click.UNPROCESSED)
 @click.pass_obj

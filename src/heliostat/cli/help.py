@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import click
 
+from heliostat.cli.names import ARGUMENTS_KEY
+
 SECTIONS = {
     "Cluster": (
         "file", "on", "name", "nodes", "min_nodes", "max_nodes", "time", "idle_timeout", "wait_timeout", "detach",
@@ -56,6 +58,10 @@ _SECTION_OF = {name: title for title, names in SECTIONS.items() for name in name
 
 class Command(click.Command):
     """A command whose options have sections, and that has examples."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta[ARGUMENTS_KEY] = list(args)
+        return super().parse_args(ctx, args)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         options = [option for option in self.get_params(ctx) if isinstance(option, click.Option)]

@@ -7,13 +7,14 @@ from pathlib import Path
 import click
 
 from heliostat.cli.help import Command
+from heliostat.cli.names import BACKEND
 from heliostat.cli.options import common
 from heliostat.cli.output import Output
 from heliostat.common.errors import DiskError, UsageError, disk_code
 
 
 @click.command(cls=Command)
-@click.option("--on", metavar="BACKEND", help="backend of the file [the most capable one found]")
+@click.option("--on", type=BACKEND, help="backend of the file [the most capable one found]")
 @click.option("--force", is_flag=True, help="overwrite an existing file")
 @common
 @click.pass_obj

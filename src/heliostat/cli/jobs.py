@@ -5,7 +5,8 @@ from __future__ import annotations
 import click
 
 from heliostat.cli.help import Command
-from heliostat.cli.options import CLUSTER, common
+from heliostat.cli.names import cluster_argument
+from heliostat.cli.options import common
 from heliostat.cli.output import Output, ago, table
 from heliostat.cluster.manager import ClusterManager
 from heliostat.common.documents import select
@@ -13,7 +14,7 @@ from heliostat.common.units import format_duration
 
 
 @click.command(cls=Command)
-@click.argument("cluster", type=CLUSTER)
+@cluster_argument()
 @common
 @click.pass_obj
 def command(out: Output, /, cluster: str) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 import click
 
 from heliostat.agent.protocol import CommandConfig
+from heliostat.cli.names import cluster_argument
 from heliostat.cli.native import BackendCommand, command_line, native_options
 from heliostat.cli.options import (
-    CLUSTER,
     JOIN_REFUSES,
     common,
     join_options,
@@ -33,7 +33,7 @@ NOT_FOR_JOINS = ("name", "nodes", "min_nodes", "groups", "time", "head", "hosts"
 
 
 @click.command(cls=BackendCommand)
-@click.argument("cluster", type=CLUSTER)
+@cluster_argument()
 @click.option("--detach", is_flag=True, help="return as soon as the nodes are requested")
 @click.option("--host", "hosts", multiple=True, metavar="HOST", help="add this ssh host; repeatable")
 @wait_timeout

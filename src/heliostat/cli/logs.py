@@ -11,34 +11,46 @@ import click
 
 from heliostat import backends
 from heliostat.cli.help import Command
-from heliostat.cli.options import CLUSTER, common
+from heliostat.cli.names import LOG, cluster_argument
+from heliostat.cli.options import common
 from heliostat.cli.output import Output, as_json
 from heliostat.cluster.manager import ClusterManager
+from heliostat.cluster.view import View
 from heliostat.common.documents import EventRow
-from heliostat.common.errors import Code, NotFoundError, printable
+from heliostat.common.errors import Code, NotFoundError, UsageError, printable
 from heliostat.remote.job_output import JobOutput
 from heliostat.state.store import ClusterDirectory
 
 
 @click.command(cls=Command)
-@click.argument("cluster", type=CLUSTER)
-@click.argument("source", metavar="[JOB|NODE]", required=False)
+@cluster_argument(ended=True)
+@click.argument("source", metavar="[JOB|NODE]", type=LOG, required=False)
 @click.option("-f", "--follow", is_flag=True, help="print new output as it is written")
+@click.option(
+    "--events", is_flag=True, help="show the events of the cluster: the states of its nodes, and warnings"
+)
 @common
 @click.pass_obj
-def command(out: Output, /, cluster: str, source: str | None, follow: bool) -> int | None:
-    """Show the output of a job, the agent and Ray logs of a node, or, without either, the events of the cluster.
+def command(out: Output, /, cluster: str, source: str | None, follow: bool, events: bool) -> int | None:
+    """Show the output of a job or the agent and Ray logs of a node; without either, the output of the latest job.
 
-    Works for terminated clusters too, while their logs are kept."""
-    manager = ClusterManager()
+    A cluster without a job has only events. Works for terminated clusters too, while their logs are kept."""
+    if events and source:
+        raise UsageError("`--events` takes no job or node", hint=f"heliostat logs {cluster} --events")
+    manager = ClusterManager(emit=out.emit) if follow else ClusterManager()
     folder = (
         manager.store.find(cluster) or manager.store.last_archived(cluster) or manager.store.open(cluster)
     )
     record = folder.record()
     manager.refresh(folder, source if source in record.nodes else None)
+    if source is None and not events:
+        source = manager.jobs.latest(View.read(folder))
+        out.info(f"the output of `{source}`:" if source else f"`{record.name}` has no job; its events:")
     if source is None:
         show_events(out, folder, follow)
         return None
+    if source not in record.nodes:
+        source = manager.jobs.expand_id(record.name, source)
     refusal = manager.refusal(folder, record) if source in record.nodes else None
     if refusal and follow:
         raise refusal

@@ -57,7 +57,7 @@ def split_arguments(args: list[str], command: click.Command) -> tuple[list[str],
         if argument == "--":
             return ours, native, ["--", *remaining]
         if not argument.startswith("-") or argument == "-":
-            if runs_command and not positional:
+            if runs_command and (not positional or argument.endswith(".py")):  # a script is not a cluster
                 return ours, native, [argument, *remaining]
             positional -= 1
             ours.append(argument)

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
-from click.shell_completion import CompletionItem
 
+from heliostat.cli.names import BACKEND
 from heliostat.cli.native import native_options
 from heliostat.common import suggestions
 from heliostat.common.documents import JsonMapping, JsonObject
-from heliostat.common.errors import Code, HeliostatError, UsageError
+from heliostat.common.errors import Code, UsageError
 from heliostat.common.suggestions import nearest
 
 if TYPE_CHECKING:
@@ -46,26 +46,6 @@ KEYS = {
 
 # options that a join cannot change
 JOIN_REFUSES = ("on", "name", "min_nodes", "max_nodes", "idle_timeout")
-
-
-class ClusterName(click.ParamType[str]):
-    """Completes with the names of the user's clusters."""
-
-    name = "CLUSTER"
-
-    def shell_complete(
-        self, ctx: click.Context, param: click.Parameter, incomplete: str
-    ) -> list[CompletionItem]:
-        from heliostat.state.store import Store
-
-        try:
-            names = Store().names()
-        except HeliostatError:
-            return []  # the command reports the error
-        return [CompletionItem(name) for name in names if name.startswith(incomplete)]
-
-
-CLUSTER = ClusterName()
 
 
 def common(function: F) -> F:
@@ -103,7 +83,7 @@ def _node_options(function: F, nodes_help: str, hidden: Sequence[str] = ()) -> F
             type=click.Path(path_type=Path, readable=False),  # the loader reports why it cannot be read
             help="spec file [heliostat.yaml]",
         ),
-        option("--on", metavar="BACKEND", help="backend that provides the nodes [local]"),
+        option("--on", type=BACKEND, help="backend that provides the nodes [local]"),
         option("--name", help="cluster name"),
         option("--nodes", type=int, help=nodes_help),
         option(

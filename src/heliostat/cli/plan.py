@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import click
 
 from heliostat.cli.help import Command
-from heliostat.cli.options import CLUSTER, common
+from heliostat.cli.names import cluster_argument
+from heliostat.cli.options import common
 from heliostat.cli.output import Output
-from heliostat.cli.status import find_only_cluster
 from heliostat.diagnostics import sizing
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def command() -> None:
 
 
 @command.command(cls=Command)
-@click.argument("cluster", type=CLUSTER, required=False)
+@cluster_argument()
 @click.option(
     "--strategy",
     type=click.Choice(sizing.STRATEGIES),
@@ -33,14 +33,14 @@ def command() -> None:
 )
 @common
 @click.pass_obj
-def rllib(out: Output, /, cluster: str | None, strategy: str) -> None:
+def rllib(out: Output, /, cluster: str, strategy: str) -> None:
     """Number and resources of env runners and learners for RLlib (new API stack)."""
-    target = _find_cluster(cluster)
+    target = _connect(cluster)
     _show(out, target.name, target.plan_rllib(strategy))
 
 
 @command.command(cls=Command)
-@click.argument("cluster", type=CLUSTER, required=False)
+@cluster_argument()
 @click.option(
     "--cpus-per-worker",
     metavar="N",
@@ -66,21 +66,20 @@ def rllib(out: Output, /, cluster: str | None, strategy: str) -> None:
 def train(
     out: Output,
     /,
-    cluster: str | None,
+    cluster: str,
     cpus_per_worker: int | None,
     gpus_per_worker: float | None,
     placement: str,
 ) -> None:
     """ScalingConfig for Ray Train."""
-    target = _find_cluster(cluster)
+    target = _connect(cluster)
     _show(out, target.name, target.plan_train(cpus_per_worker, gpus_per_worker, placement))
 
 
-def _find_cluster(name: str | None) -> Cluster:
+def _connect(name: str) -> Cluster:
     from heliostat.api import connect
-    from heliostat.cluster.manager import ClusterManager
 
-    return connect(name or find_only_cluster(ClusterManager()))
+    return connect(name)
 
 
 def _show(out: Output, name: str, sized: sizing.Sizing) -> None:

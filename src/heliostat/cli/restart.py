@@ -5,15 +5,16 @@ from __future__ import annotations
 import click
 
 from heliostat.cli.help import Command
-from heliostat.cli.options import CLUSTER, common, wait_timeout
+from heliostat.cli.names import NODE, cluster_argument
+from heliostat.cli.options import common, wait_timeout
 from heliostat.cli.output import Output
 from heliostat.cli.up import show_next_steps, summary
 from heliostat.cluster.manager import ClusterManager
 
 
 @click.command(cls=Command)
-@click.argument("cluster", type=CLUSTER)
-@click.option("--node", metavar="NAME", help="restart this worker only")
+@cluster_argument()
+@click.option("--node", type=NODE, help="restart this worker only")
 @wait_timeout
 @common
 @click.pass_obj

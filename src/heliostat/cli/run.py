@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from heliostat.agent.protocol import CommandConfig
+from heliostat.cli.names import CLUSTER
 from heliostat.cli.native import BackendCommand, command_line, native_options
 from heliostat.cli.options import (
     cluster_options,
@@ -45,7 +46,7 @@ OF_CLUSTERS |= {
 
 
 @click.command(cls=BackendCommand)
-@click.option("--cluster", metavar="NAME", help="run on this cluster instead of a new one")
+@click.option("--cluster", type=CLUSTER, metavar="NAME", help="run on this cluster instead of a new one")
 @click.option("--detach", is_flag=True, help="return after submission; `logs -f` shows the output")
 @wait_timeout
 @cluster_options

@@ -5,7 +5,8 @@ from __future__ import annotations
 import click
 
 from heliostat.cli.help import Command
-from heliostat.cli.options import CLUSTER, common, wait_timeout
+from heliostat.cli.names import cluster_argument
+from heliostat.cli.options import common, wait_timeout
 from heliostat.cli.output import Output
 from heliostat.cli.up import summary
 from heliostat.cluster.manager import ClusterManager
@@ -14,7 +15,7 @@ from heliostat.common.units import count
 
 
 @click.command(cls=Command)
-@click.argument("cluster", type=CLUSTER)
+@cluster_argument()
 @click.argument("workers", metavar="N", type=click.IntRange(0, MAX_WORKERS))
 @click.option("--group", metavar="NAME", help="change this group, if the cluster has groups")
 @wait_timeout

@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from heliostat.cli.help import Command
+from heliostat.cli.names import BACKEND
 from heliostat.cli.options import common, read_config
 from heliostat.cli.output import Output, table
 from heliostat.cluster import environment
@@ -18,7 +19,7 @@ from heliostat.common.units import count, format_bytes
 
 @click.command(cls=Command)
 @click.argument("path", metavar="[FILE]", required=False, type=click.Path(path_type=Path, readable=False))
-@click.option("--on", metavar="BACKEND", help="backend that provides the hosts [local]")
+@click.option("--on", type=BACKEND, help="backend that provides the hosts [local]")
 @click.option("--dry-run", is_flag=True, help="print the files and commands without running anything")
 @common
 @click.pass_obj

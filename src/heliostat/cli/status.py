@@ -8,42 +8,26 @@ from collections.abc import Callable
 import click
 
 from heliostat.cli.help import Command
-from heliostat.cli.options import CLUSTER, common
+from heliostat.cli.names import cluster_argument
+from heliostat.cli.options import common
 from heliostat.cli.output import Output, ago, table
 from heliostat.cluster.manager import ClusterManager
 from heliostat.common.documents import ClusterStatus, GpuStatus, NodeStatus
-from heliostat.common.errors import Code, NotFoundError
 from heliostat.common.units import format_bytes, format_duration
 
 
 @click.command(cls=Command)
-@click.argument("cluster", type=CLUSTER, required=False)
+@cluster_argument()
 @click.option("--watch", is_flag=True, help="refresh every two seconds, until Ctrl-C")
 @common
 @click.pass_obj
-def command(out: Output, /, cluster: str | None, watch: bool) -> None:
+def command(out: Output, /, cluster: str, watch: bool) -> None:
     """Show the state, resources (used/total) and GPUs of each node, jobs, remaining time and idle time."""
     manager = ClusterManager()
-    name = cluster or find_only_cluster(manager)
     if watch and not out.json:
-        return show_updates(manager, name, out)
-    document = manager.status(name)
+        return show_updates(manager, cluster, out)
+    document = manager.status(cluster)
     out.document(document) if out.json else out.data(render(document, out))
-
-
-def find_only_cluster(manager: ClusterManager) -> str:
-    """The name of the user's only cluster, for a command without one."""
-    names = manager.store.names()
-    if len(names) == 1:
-        return names[0]
-    if not names:
-        raise NotFoundError("no cluster exists", hint="heliostat up", code=Code.NOT_FOUND_CLUSTER)
-    raise NotFoundError(
-        "missing argument `CLUSTER`",
-        cause=f"your clusters: {', '.join(names)}",
-        hint=f"heliostat status {names[0]}",
-        code=Code.NOT_FOUND_CLUSTER,
-    )
 
 
 def render(status: ClusterStatus, out: Output) -> str:

@@ -7,7 +7,8 @@ from pathlib import Path
 import click
 
 from heliostat.cli.help import Command
-from heliostat.cli.options import CLUSTER, common, parse_pairs
+from heliostat.cli.names import cluster_argument
+from heliostat.cli.options import common, parse_pairs
 from heliostat.cli.output import Output
 from heliostat.cluster.jobs import check_job_id
 from heliostat.cluster.manager import ClusterManager
@@ -17,7 +18,7 @@ from heliostat.common.shell import quote
 
 
 @click.command(cls=Command, context_settings={"allow_interspersed_args": True})
-@click.argument("cluster", type=CLUSTER)
+@cluster_argument()
 @click.option("--wait", is_flag=True, help="follow the job and return its exit code")
 @click.option(
     "--working-dir",

@@ -5,15 +5,16 @@ from __future__ import annotations
 import click
 
 from heliostat.cli.help import Command
-from heliostat.cli.options import CLUSTER, common, parse_timeout
+from heliostat.cli.names import JOB, cluster_argument
+from heliostat.cli.options import common, parse_timeout
 from heliostat.cli.output import Output
 from heliostat.cluster.manager import ClusterManager
 from heliostat.cluster.wait import GOALS
 
 
 @click.command(cls=Command)
-@click.argument("cluster", type=CLUSTER)
-@click.argument("job", required=False)
+@cluster_argument(ended=True)
+@click.argument("job", type=JOB, required=False)
 @click.option(
     "--for",
     "goal",
@@ -32,7 +33,9 @@ def command(out: Output, /, cluster: str, job: str | None, goal: str | None, tim
     """Wait until a cluster is ready, or until a job or a `run` has ended.
 
     Exit code 0: it is; 1: it ended otherwise; 4: the timeout has passed; 5: there is no such cluster or job."""
-    outcome = ClusterManager().state_waiter.wait(cluster, job, goal, timeout)
+    manager = ClusterManager()
+    job = manager.jobs.expand_id(cluster, job) if job else None
+    outcome = manager.state_waiter.wait(cluster, job, goal, timeout)
     name = f"{cluster}/{job}" if job else cluster
     if out.json:
         out.document(

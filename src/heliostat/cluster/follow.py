@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 
 from heliostat.cluster.access import Access
 from heliostat.cluster.observe import Observer
-from heliostat.cluster.view import RUN, command_status, end_reason, head_of
+from heliostat.cluster.view import command_status, describe_waiting, end_reason, head_of
 from heliostat.common.errors import HeliostatError, NotFoundError
+from heliostat.common.events import Emit, Event
+from heliostat.state.records import RUN
 from heliostat.state.states import TERMINAL
 from heliostat.state.store import ClusterDirectory
 
@@ -48,8 +50,8 @@ class OutputTail:
 
 
 class CommandFollower:
-    def __init__(self, access: Access, observer: Observer, clock: Clock) -> None:
-        self._access, self._observer, self._clock = access, observer, clock
+    def __init__(self, access: Access, observer: Observer, emit: Emit, clock: Clock) -> None:
+        self._access, self._observer, self._emit, self._clock = access, observer, emit, clock
 
     def tail(self, folder: ClusterDirectory, write: Write, job_id: str = RUN) -> OutputTail:
         return OutputTail(self._access.transport, folder, write, job_id)
@@ -70,6 +72,9 @@ class CommandFollower:
                 if view.folder.path != folder.path:  # another command archived the cluster
                     folder = view.folder
                     tail.move_to(folder)
+                if not job:
+                    waiting = describe_waiting(view.record.nodes.values()) or "all nodes are ready"
+                    self._emit(Event("progress", f"waiting for the command to start: {waiting}"))
                 over = view.record.has_ended() or view.headless
                 if over and command_status(folder.state(), tail.job_id).get("exit_code") is None:
                     tail.drain()

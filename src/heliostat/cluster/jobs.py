@@ -17,8 +17,10 @@ from heliostat.common.documents import JobInfo, JobRecord, JsonObject
 from heliostat.common.errors import DeadlineError, DiskError, HeliostatError, NotFoundError, UsageError
 from heliostat.common.events import Emit, Event
 from heliostat.common.shell import quote
+from heliostat.common.suggestions import expand_prefix
 from heliostat.remote import upload_limit
 from heliostat.remote.ray_client import NoResponse, RayApi, TokenRejected
+from heliostat.state.records import RUN
 from heliostat.state.states import NodeState
 from heliostat.state.store import ClusterDirectory
 
@@ -95,6 +97,28 @@ class Jobs:
         view = self._observer.find(name)
         jobs = without_driver(self._connector.ray_api(view).jobs(), view.run)
         return ([run_job(view.run)] if view.run else []) + jobs
+
+    def expand_id(self, name: str, prefix: str) -> str:
+        """The id of the only job that begins with this prefix; a known id, and an unknown one, unchanged."""
+        view = self._observer.find_or_archived(name)
+        ids = view.record.job_ids()
+        if prefix not in ids and view.address is not None:
+            with contextlib.suppress(NoResponse, TokenRejected):
+                ids += [job["id"] for job in self._connector.ray_api(view).jobs()]
+        return expand_prefix(prefix, list(dict.fromkeys(ids)), "job")
+
+    def latest(self, view: View) -> str | None:
+        """The id of the job that was submitted last, or of the command of a `run`; None: there is none."""
+        jobs = [
+            job for job in view.record.jobs if "nodes" not in job or job.get("entrypoint")
+        ]  # no joins alone
+        submitted = {job["id"]: job.get("submitted") or 0.0 for job in jobs}
+        if view.address is not None:
+            with contextlib.suppress(NoResponse, TokenRejected):
+                for job in self._connector.ray_api(view).jobs():
+                    if job["kind"] != "driver":  # Ray keeps no output of a driver
+                        submitted.setdefault(job["id"], job["started"] or 0.0)
+        return max(submitted, key=lambda job: submitted[job], default=RUN if view.record.command else None)
 
     def submit(
         self,

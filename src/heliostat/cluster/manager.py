@@ -274,7 +274,7 @@ class ClusterManager:
     def follower(self) -> CommandFollower:
         from heliostat.cluster.follow import CommandFollower
 
-        return CommandFollower(self.access, self.observer, self._clock)
+        return CommandFollower(self.access, self.observer, self._emit, self._clock)
 
     @cached_property
     def joins(self) -> Joins:

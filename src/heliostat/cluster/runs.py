@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 
 from heliostat.agent.protocol import CommandConfig
 from heliostat.cluster.platform_sync import handle_of
-from heliostat.cluster.view import RUN, View, head_of
+from heliostat.cluster.view import View, head_of
 from heliostat.common.errors import DiskError, HeliostatError, NotFoundError
 from heliostat.common.events import Emit, Event
 from heliostat.common.units import format_duration
 from heliostat.remote import upload_limit
+from heliostat.state.records import RUN
 from heliostat.state.store import ClusterDirectory
 
 if TYPE_CHECKING:

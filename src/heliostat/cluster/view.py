@@ -10,13 +10,12 @@ from typing import TypeVar
 from heliostat.agent.protocol import ClusterReport, JobReport
 from heliostat.common.documents import EventRow
 from heliostat.common.errors import HeliostatError
-from heliostat.state.records import NodeRecord, Record
+from heliostat.state.records import RUN, NodeRecord, Record
 from heliostat.state.states import TERMINAL, ClusterState, NodeState, check_transition
 from heliostat.state.store import ClusterDirectory
 
 N = NodeState
 T = TypeVar("T")
-RUN = "run"  # the id of the command of a `run`
 MAX_NAMES = 4  # a group of more nodes is abbreviated
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from heliostat.cluster.view import RUN, View, end_reason
+from heliostat.cluster.view import View, end_reason
 from heliostat.common.errors import Code, DeadlineError, NotFoundError, UsageError
 from heliostat.common.units import format_duration
 from heliostat.remote.ray_client import FINAL, NoResponse
+from heliostat.state.records import RUN
 from heliostat.state.states import ClusterState
 
 if TYPE_CHECKING:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+from heliostat.common.errors import UsageError
+
 COMMANDS = {
     "up": ("launch", "start", "create", "apply", "deploy", "provision", "symmetric-run"),
     "down": ("delete", "destroy", "terminate", "teardown", "remove", "rm", "shutdown", "kill", "end", "qdel"),
@@ -103,3 +105,17 @@ def nearest(
 
     near = difflib.get_close_matches(word, known, n=1, cutoff=cutoff)
     return near[0] if near else None
+
+
+def expand_prefix(text: str, names: Collection[str], kind: str) -> str:
+    """The only one of these names that begins with the text; the text itself if it is one of them, or if none does.
+
+    Raises UsageError if several do."""
+    found = [name for name in names if text and name.startswith(text)]
+    if text in names or not found:
+        return text
+    if len(found) > 1:
+        raise UsageError(
+            f"several {kind}s begin with `{text}`", cause=", ".join(found[:8]), hint="write more of the name"
+        )
+    return found[0]

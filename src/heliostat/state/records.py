@@ -11,6 +11,7 @@ from heliostat.common.errors import Code, NotFoundError
 from heliostat.state.states import TERMINAL, ClusterState, NodeState, summary
 
 SCHEMA = 2
+RUN = "run"  # the id of the command of a `run`
 
 
 @dataclass
@@ -55,6 +56,10 @@ class Record:
 
     def state(self) -> ClusterState:
         return summary((node.role == "head", node.state) for node in self.nodes.values())
+
+    def job_ids(self) -> list[str]:
+        """The ids of the command of a `run` and of the jobs that Heliostat submitted, oldest first."""
+        return ([RUN] if self.command else []) + [job["id"] for job in self.jobs]
 
     def has_ended(self) -> bool:
         return all(node.state in TERMINAL for node in self.nodes.values())

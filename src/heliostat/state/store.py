@@ -24,7 +24,7 @@ from heliostat.agent.protocol import ClusterReport, Connection, NodeFile, Pulse,
 from heliostat.common.documents import EventRow
 from heliostat.common.errors import Code, DeadlineError, DiskError, HeliostatError, NotFoundError
 from heliostat.common.processes import process_start
-from heliostat.common.suggestions import nearest
+from heliostat.common.suggestions import expand_prefix, nearest
 from heliostat.state.files import disk_error, read_json, write_atomic
 from heliostat.state.locks import (
     block_interrupts,
@@ -272,16 +272,21 @@ class Store:
         require_safe(path / "record.json", checked=self._checked)
         return ClusterDirectory(path)
 
+    def _find_by_native_id(self, native_id: str) -> ClusterDirectory | None:
+        if not any(character.isdecimal() for character in native_id):
+            return None  # spares the reading of all records
+        for name in self.names():
+            folder = self.find(name)
+            with contextlib.suppress(HeliostatError):  # skip a record that cannot be read
+                if folder and any(
+                    _matches_id(handle["native_id"], native_id) for handle in folder.record().handles
+                ):
+                    return folder
+        return None
+
     def open(self, name: str) -> ClusterDirectory:
         """The cluster of this name, or with this native id (a scheduler's job id)."""
-        folder = self.find(name)
-        for other in [] if folder else self.names():
-            candidate = self.find(other)
-            with contextlib.suppress(HeliostatError):  # skip a record that cannot be read
-                if candidate and any(
-                    _matches_id(handle["native_id"], name) for handle in candidate.record().handles
-                ):
-                    folder = candidate
+        folder = self.find(name) or self._find_by_native_id(name)
         if folder is None:
             archived = self.last_archived(name)
             if archived:
@@ -299,6 +304,18 @@ class Store:
                 code=Code.NOT_FOUND_CLUSTER,
             )
         return folder
+
+    def is_known(self, name: str) -> bool:
+        """Whether this is a cluster, running or ended, its scheduler's job id, or a prefix of a running cluster's name."""
+        expanded = self.expand_name(name)
+        if self.find(expanded) or self.last_archived(expanded):
+            return True
+        return self._find_by_native_id(name) is not None
+
+    def expand_name(self, name: str) -> str:
+        """The name of the only running cluster that it is a prefix of; a name of a cluster, and an unknown one, unchanged."""
+        is_name = self.find(name) or self._find_by_native_id(name) or self.last_archived(name)
+        return name if is_name else expand_prefix(name, self.names(), "cluster")
 
     def create(self, record: Record, files: Mapping[str, str | bytes]) -> ClusterDirectory:
         """Creates the directory with its record and files in one step. Raises FileExistsError if the name is taken."""
