@@ -319,6 +319,29 @@ def test_stop(spawn_cli, program) -> None:
     assert document("stop", NAME, "halted")["stopped"] is False
 
 
+def test_without_names(program) -> None:
+    """One cluster runs, so its name may be left out; a prefix of a job is enough; `logs` shows the latest job."""
+    heliostat("submit", "--wait", "--job-id", "older", "--", "echo", "of the older")
+    heliostat(
+        "submit",
+        "--job-id",
+        "endless-1",
+        "--",
+        *program("print('of the latest', flush=True)\ntime.sleep(600)\n"),
+    )
+    until(lambda: own(heliostat("logs").stdout) == "of the latest\n", "the output of the latest job")
+    assert own(heliostat("logs", "old").stdout) == "of the older\n"
+    assert own(heliostat("logs", NAME[:2], "old").stdout) == "of the older\n"
+    assert "READY" in heliostat("logs", "--events").stdout
+    several = heliostat("submit", "--job-id", "older-too", "--", "true").stdout.strip()
+    assert "several jobs begin with `old`" in heliostat("logs", "old", code=2).stderr
+    assert document("wait", several)["reached"] is True
+    assert document("stop", "endl") == {"schema": 2, "cluster": NAME, "job": "endless-1", "stopped": True}
+    assert document("wait", "endl", "--for", "ended")["state"] == "STOPPED"
+    assert len(document("jobs")["jobs"]) >= 3
+    assert heliostat("exec", "--", "echo", "on the head").stdout == "head | on the head\n"
+
+
 def test_ctrl_c_stops_the_job(tmp_path: Path, spawn_cli, program) -> None:
     words = program(
         "def last(*_):\n    print('saving', flush=True); time.sleep(4); print('saved', flush=True); sys.exit(0)\n"

@@ -72,7 +72,7 @@ class CommandFollower:
                 if view.folder.path != folder.path:  # another command archived the cluster
                     folder = view.folder
                     tail.move_to(folder)
-                if not job:
+                if not job.get("started"):
                     waiting = describe_waiting(view.record.nodes.values()) or "all nodes are ready"
                     self._emit(Event("progress", f"waiting for the command to start: {waiting}"))
                 over = view.record.has_ended() or view.headless

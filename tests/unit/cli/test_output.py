@@ -127,7 +127,7 @@ def hostile(home: Path, make_record: Any) -> Store:
 
 
 @pytest.mark.parametrize(
-    "words", [["ls", "--all"], ["history"], ["logs", "over"], ["down", "over"]], ids=" ".join
+    "words", [["ls", "--all"], ["history"], ["logs", "over", "--events"], ["down", "over"]], ids=" ".join
 )
 def test_what_other_machines_wrote_in_tables_and_events(hostile: Store, words: list[str]) -> None:
     said = Said(*words)
