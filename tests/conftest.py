@@ -27,6 +27,9 @@ HERE = Path(__file__).parent
 ORDER = ("unit", "contract", "real", "e2e")  # the cheap tests speak first
 CHECKED = ("real", "e2e")  # the folders whose tests start real things
 
+# Under nohup, every command of the tests would ignore SIGHUP.
+if hasattr(signal, "SIGHUP"):
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # Never fail on wall-clock time: a busy machine is not a bug.
 hypothesis.settings.register_profile("heliostat", deadline=None)
 hypothesis.settings.load_profile("heliostat")

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +24,7 @@ from heliostat.state.states import ClusterState
 from heliostat.state.store import Store
 
 pytestmark = pytest.mark.needs_linux
+PATIENCE_S = 120.0
 __all__ = ["kube", "server"]  # fixtures
 
 
@@ -107,6 +113,37 @@ def test_a_command_in_the_pods(
     said = capfd.readouterr()
     assert said.err.count(words) == (2 if words else said.err.count(words)), said.err
     assert code or said.out == "".join(f"{node} | a b|$HOME|'|\n" for node in ("head", "w1  "))
+
+
+def test_a_shell_and_copies_in_a_pod(kube: Kube, home: Path, tmp_path: Path) -> None:
+    """`ssh` with and without a terminal, and `cp` both ways: streams, exit codes, files."""
+    life(home).up(spec(nodes=2))
+
+    def heliostat(*words: str, code: int = 0, program: Sequence[str] = (), input: str = "") -> str:
+        argv = [sys.executable, "-m", "heliostat", *words]
+        argv = [*program, shlex.join(argv), "/dev/null"] if program else argv
+        done = subprocess.run(
+            argv, input=input, capture_output=True, text=True, cwd=tmp_path, timeout=PATIENCE_S
+        )
+        assert done.returncode == code, (done.stdout, done.stderr)
+        return done.stdout + done.stderr
+
+    assert (
+        heliostat("ssh", "lab", "w1", "--", "sh", "-c", "cat; exit 6", code=6, input="typed\n") == "typed\n"
+    )
+    assert "not found" in heliostat("ssh", "--", "nosuchprogram", code=127)
+    shown = heliostat("ssh", "lab", "w1", "--", "sh", "-c", "tty; stty size", program=("script", "-qec"))
+    assert "/dev/pts/" in shown
+    (tmp_path / "made" / "sub").mkdir(parents=True)
+    (tmp_path / "made" / "sub" / "big").write_bytes(os.urandom(2_000_000))
+    (tmp_path / "made" / "a").write_text("text")
+    there = tmp_path / "there"
+    assert "copied 2 files" in heliostat("cp", "made", f"lab:w1:{there}")
+    assert (there / "sub" / "big").read_bytes() == (tmp_path / "made" / "sub" / "big").read_bytes()
+    heliostat("cp", f"lab:w1:{there}/sub/big", "back")
+    assert (tmp_path / "back").read_bytes() == (there / "sub" / "big").read_bytes()
+    assert "no such file or directory: /nothing" in heliostat("cp", "lab:/nothing", ".", code=1)
+    assert sorted(path.name for path in tmp_path.iterdir() if "cp" in path.name) == []
 
 
 def test_a_container_that_cannot_run_anything_says_so(kube: Kube, home: Path, monkeypatch: Any) -> None:

@@ -5,6 +5,8 @@ The lab's hosts have private /tmp and process tables, which only the lab can see
 from __future__ import annotations
 
 import json
+import shlex
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -127,3 +129,38 @@ def nothing_on_hosts(lab: Lab) -> None:
             wait_for(f"nothing of ours on {host}", lambda host=host: not lab.left_on(host))
         except AssertionError as error:
             raise AssertionError(f"{error}: {lab.left_on(host)}") from None
+
+
+def check_ssh_and_cp(lab: Lab, cluster: str, node: str, host: str) -> None:
+    """`ssh` and `cp` reach a node: streams, exit code, a terminal, files and directories both ways."""
+    done = lab.heliostat("ssh", cluster, node, "--", "sh", "-c", "hostname; echo err >&2; exit 9")
+    assert (done.rc, done.out) == (9, f"{host}\n") and "err" in done.err
+    words = shlex.join(["ssh", cluster, node, "--", "sh", "-c", "tty && hostname"])
+    variables = shlex.join(["env", *lab.variables()])
+    done = lab.run("script", "-qec", f"{variables} {sys.executable} -m heliostat {words}", "/dev/null")
+    assert "/dev/pts/" in done.out and host in done.out, "a terminal there"
+
+    sums = ["sh", "-c", 'cd "$0" && find . -type f -exec sha256sum {} + | sort']
+    made = "mkdir -p made/sub && echo text > made/sub/a && head -c 3000000 /dev/urandom > made/big && ln -s sub/a made/l"
+    ok(lab.run("sh", "-c", made))
+    expected = ok(lab.run(*sums, "made")).out
+    place = f"{cluster}:{node}:/tmp/made-{host}"
+    told = json.loads(ok(lab.heliostat("cp", "made", place, "--json")).out)
+    assert (told["node"], told["files"], told["bytes"]) == (node, 3, 3000005)
+    assert ok(lab.run(*sums, f"/tmp/made-{host}", host=host)).out == expected
+    ok(lab.heliostat("cp", "made/big", f"{place}/sub"))  # into a directory
+    assert "./sub/big" in ok(lab.run(*sums, f"/tmp/made-{host}", host=host)).out
+    ok(lab.run("rm", f"/tmp/made-{host}/sub/big", host=host))
+    ok(lab.heliostat("cp", place, "fetched"))
+    assert ok(lab.run(*sums, "fetched")).out == expected
+    ok(lab.heliostat("cp", f"{place}/sub/a", "one"))
+    assert ok(lab.run("cat", "one")).out == "text\n"
+    missing = lab.heliostat("cp", f"{cluster}:{node}:/tmp/nothing", "x")
+    assert missing.rc == 1 and "no such file or directory: /tmp/nothing" in missing.err
+    refused = lab.heliostat("cp", "made", f"{cluster}:{node}:/nowhere/made")
+    assert refused.rc == 1 and "no such directory: /nowhere" in refused.err
+    for where in (host, "ctl"):
+        left = ok(lab.run("sh", "-c", "ls -A . /tmp | grep heliostat-cp || true", host=where)).out
+        assert not left
+    ok(lab.run("rm", "-r", "made", "fetched", "one"))
+    ok(lab.run("rm", "-r", f"/tmp/made-{host}", host=host))

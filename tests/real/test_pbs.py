@@ -24,6 +24,7 @@ from real.onlab import (
     SILENT,
     SLOW,
     becomes,
+    check_ssh_and_cp,
     kill_whole,
     no_clusters,
     nothing_on_hosts,
@@ -159,6 +160,7 @@ def test_a_cluster_that_stays(lab: PbsLab) -> None:
     assert done.rc == 5 and "n1" in done.out
     done = lab.heliostat("exec", "lab", "--", "sh", "-c", "hostname; echo err >&2; exit 4")
     assert done.rc == 4 and "head | n1" in done.out and "w1   | n2" in done.out and "w1   | err" in done.err
+    check_ssh_and_cp(lab, "lab", "w1", "n2")
     assert "==> ray.log <==" in ok(lab.heliostat("logs", "lab", "w1")).out
     done = ok(
         lab.heliostat("join", "lab", "-l", "select=1:ncpus=2", "-l", "walltime=600", "hello.py", "seed=1")

@@ -17,7 +17,7 @@ import pytest
 import lean
 from lab import NET, ROOT, USER, Done, Lab, wait_for
 from real.faults import fake_ray
-from real.onlab import END, HELLO, SLOW, living, nothing_on_hosts, ok
+from real.onlab import END, HELLO, SLOW, check_ssh_and_cp, living, nothing_on_hosts, ok
 
 pytestmark = [pytest.mark.needs_slurm, pytest.mark.needs_ray]
 
@@ -127,6 +127,7 @@ def test_a_cluster_that_stays(lab: Lab) -> None:
     done = lab.heliostat("submit", "stay", "--wait", "--", "hostname; exit 5")
     assert done.rc == 5 and "n1" in done.out
     assert lab.heliostat("exec", "stay", "--", "no-such-command").rc == 127
+    check_ssh_and_cp(lab, "stay", "w1", "n2")
 
     done = ok(lab.heliostat("join", job_id, "--nodes", "2", "--time=10m", "hello.py", "seed=1"))
     assert "nodes ['head', 'j1-1', 'j1-2', 'w1']" in done.out and "args ['seed=1']" in done.out

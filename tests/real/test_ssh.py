@@ -14,7 +14,7 @@ import pytest
 
 from lab import NET, ROOT, USER, Lab, is_of_a_node, wait_for
 from real.faults import fake_ray, four_lines
-from real.onlab import becomes, no_clusters, nothing_on_hosts, ok, status
+from real.onlab import becomes, check_ssh_and_cp, no_clusters, nothing_on_hosts, ok, status
 
 pytestmark = [pytest.mark.needs_slurm, pytest.mark.needs_ray]
 
@@ -102,6 +102,7 @@ def test_a_cluster_of_three_machines(lab: Lab) -> None:
     assert done.rc == 1 and sorted(done.out.split("\n"))[1:] == [
         "n1   | 42", "n1   | n1", "n3   | 42", "n3   | n3", "zinc | 42", "zinc | n2",
     ]  # fmt: skip
+    check_ssh_and_cp(lab, "lab", "zinc", "n2")
     for node in ("n1", "zinc"):
         said = ok(lab.heliostat("logs", "lab", node)).out
         assert "==> ray.log <==" in said and "==> raylet.out <==" in said, "Ray's own, while it runs"

@@ -269,6 +269,14 @@ class Backend(ABC):
     def execute(self, node: str, handle: Handle, argv: Sequence[str], host: Transport) -> Completed:
         """Run a command on the node until it exits. Returns its output and exit code."""
 
+    def attached(
+        self, node: str, handle: Handle, argv: Sequence[str], host: Transport, *, terminal: bool
+    ) -> Sequence[str]:
+        """The command on this host that runs argv on the node with the caller's streams, for `ssh` and `cp`.
+
+        terminal: argv gets the caller's terminal. The command's exit code is that of argv. Default: through `reach`."""
+        return self.reach(handle, host).attached(argv, terminal=terminal)
+
     def collect_logs(self, handles: Sequence[Handle], folder: Path) -> Sequence[str]:
         """After the end of the cluster: copy remote logs into `folder`, and delete the cluster's remote files.
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, ClassVar
 from heliostat.backends.base import Backend, Handle, LaunchRequest, Plan, require_programs
 from heliostat.common.documents import JsonMapping, JsonObject
 from heliostat.common.errors import Code, HeliostatError, UsageError
+from heliostat.remote.ssh import connect_to
 from heliostat.state.states import NodeState
 
 if TYPE_CHECKING:
@@ -274,6 +275,13 @@ class Batch(Backend):
 
     def execute(self, node: str, handle: Handle, argv: Sequence[str], host: Transport) -> Completed:
         return execute_through_agent(node, str(handle.detail["folder"]), argv, host)
+
+    def attached(
+        self, node: str, handle: Handle, argv: Sequence[str], host: Transport, *, terminal: bool
+    ) -> list[str]:
+        """Over ssh from the login host: PBS has no job steps, and its sites admit users to the hosts of their jobs."""
+        target = connect_to(str(handle.detail["status"]["host"]))
+        return host.attached(target.attached(argv, terminal=terminal), terminal=terminal)
 
 
 def _deduplicate(handles: Sequence[Handle]) -> list[Handle]:

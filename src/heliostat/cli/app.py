@@ -46,6 +46,8 @@ SECTIONS = {
         "dashboard": "open a local proxy to the Ray dashboard",
         "env": "print shell commands that connect Ray programs to a cluster",
         "exec": "run a command on every node",
+        "ssh": "open a shell on a node",
+        "cp": "copy files to or from a node",
     },
     "Prepare and check": {
         "init": "write a heliostat.yaml for the backends found on this machine",

@@ -23,6 +23,7 @@ EXAMPLES = {
         "heliostat completion bash >> ~/.bashrc",
         "heliostat completion zsh > ~/.zfunc/_heliostat",
     ),
+    "cp": ("heliostat cp lab:head:results.csv .", "heliostat cp data/ lab:w1:/scratch/"),
     "dashboard": ("heliostat dashboard lab", "heliostat dashboard lab --port 8265"),
     "doctor": ("heliostat doctor", "heliostat doctor heliostat.yaml"),
     "down": ("heliostat down lab", "heliostat down --all"),
@@ -45,6 +46,7 @@ EXAMPLES = {
     "schema": ("heliostat schema", "heliostat schema > heliostat.schema.json"),
     "setup": ("heliostat setup", "heliostat setup lab.yaml"),
     "status": ("heliostat status lab", "heliostat status lab --watch"),
+    "ssh": ("heliostat ssh lab w1", "heliostat ssh lab -- htop"),
     "stop": ("heliostat stop lab JOB", "heliostat stop lab run"),
     "submit": (
         "heliostat submit lab -- python train.py",

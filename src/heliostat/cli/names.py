@@ -115,30 +115,27 @@ class ClusterArgument(click.Argument):
 
     def _move_arguments(self, ctx: click.Context, values: MutableMapping[str, Any]) -> None:
         """Gives the value to the next argument if it cannot be a cluster: `scale 4`, `logs train-1`, `exec -- hostname`."""
-        value = values.get(self.name)
         parameters = [one for one in ctx.command.params if isinstance(one, click.Argument)]
         following = parameters[parameters.index(self) + 1 :]
-        if not isinstance(value, str) or not following:
+        single = [one for one in following if one.nargs == 1]
+        command = [one.name for one in following if one.nargs == -1]
+        given = ctx.meta.get(ARGUMENTS_KEY, [])
+        if command and "--" in given:  # what follows it is the command
+            end = given.index("--")
+            before, _, _ = ctx.command.make_parser(ctx).parse_args(list(given[:end]))
+            for name in (self.name, *(one.name for one in single)):
+                values[name] = before.get(name)
+            extra = before.get(command[0])
+            values[command[0]] = (*(extra if isinstance(extra, tuple) else ()), *given[end + 1 :])
+        value = values.get(self.name)
+        if not single or not isinstance(value, str) or isinstance(values.get(single[0].name), str):
             return
-        after, given = following[0], values.get(following[0].name)
-        if after.nargs == -1 and not self._is_before_dashes(ctx):
-            values[after.name] = (value, *(given if isinstance(given, tuple) else ()))
-            del values[self.name]
-        elif after.nargs == 1 and not isinstance(given, str) and self._cannot_be_cluster(value, after):
-            values[after.name] = value
-            del values[self.name]
+        if self._cannot_be_cluster(value, single[0]):
+            values[single[0].name], values[self.name] = value, None
 
     def _cannot_be_cluster(self, value: str, after: click.Argument) -> bool:
         store = open_store()
-        return not store.is_known(value) and (after.required or len(store.names()) == 1)
-
-    def _is_before_dashes(self, ctx: click.Context) -> bool:
-        """Whether the cluster is before `--`, or there is no `--`."""
-        given = ctx.meta.get(ARGUMENTS_KEY, [])
-        if "--" not in given:
-            return True
-        values, _, _ = ctx.command.make_parser(ctx).parse_args(list(given[: given.index("--")]))
-        return isinstance(values.get(self.name), str)
+        return not store.is_known(value) and (after.required or len(store.running_names()) == 1)
 
 
 ARGUMENTS_KEY = "heliostat.arguments"  # in a context's meta: the arguments as given
@@ -151,7 +148,7 @@ def cluster_argument(*, ended: bool = False) -> Callable[[F], F]:
 def find_only_cluster(ctx: click.Context | None = None, *, ended: bool = False) -> str:
     """The name of the user's only cluster. ended: or, without one, of the cluster that ended last. Raises NotFoundError."""
     store, ctx = open_store(), ctx or click.get_current_context()
-    names = store.names()
+    names = store.running_names()
     if len(names) == 1:
         return names[0]
     if names:
@@ -161,7 +158,8 @@ def find_only_cluster(ctx: click.Context | None = None, *, ended: bool = False) 
             hint=f"{ctx.command_path} {names[0]}",
             code=Code.NOT_FOUND_CLUSTER,
         )
-    past = store.archived_records() if ended else []
+    # a cluster that ended by itself is archived by the next command that observes it
+    past = (store.names() or [record.name for record in store.archived_records()]) if ended else []
     if past:
-        return past[-1].name
+        return past[-1]
     raise NotFoundError("no cluster exists", hint="heliostat up", code=Code.NOT_FOUND_CLUSTER)

@@ -123,9 +123,10 @@ class Ssh:
 
         The marker separates the output of the shell's start files. The script is base64, because the user's login shell
         parses the line, and fish and csh quote differently."""
-        script = f'set -- {quote(argv)}; cd; echo {marker}; exec "$@"'
-        encoded = base64.b64encode(script.encode()).decode()
-        return [*self.command, "--", self.target, f"bash -lc 'eval \"$(echo {encoded} | base64 -d)\"'"]
+        return [*self.command, "--", self.target, _login_line(argv, f"echo {marker}; ")]
+
+    def attached(self, argv: Sequence[str], *, terminal: bool) -> list[str]:
+        return [*self.command, "-t" if terminal else "-T", "--", self.target, _login_line(argv)]
 
     def run(self, argv: Sequence[str], *, input: bytes = b"", timeout: float) -> Completed:
         marker = f"heliostat-{secrets.token_hex(8)}"
@@ -273,8 +274,17 @@ class ThisHost(Ssh):
     def run(self, argv: Sequence[str], *, input: bytes = b"", timeout: float) -> Completed:
         return Local().run(["sh", "-c", 'cd && exec "$@"', "sh", *argv], input=input, timeout=timeout)
 
+    def attached(self, argv: Sequence[str], *, terminal: bool) -> list[str]:
+        return Local().attached(["sh", "-c", 'cd && exec "$@"', "sh", *argv], terminal=terminal)
+
     def forward(self, host: str, port: int) -> tuple[str, int]:
         return host, port
+
+
+def _login_line(argv: Sequence[str], before: str = "") -> str:
+    """A line for the user's login shell that runs argv in a login bash, in the home directory."""
+    encoded = base64.b64encode(f'set -- {quote(argv)}; cd; {before}exec "$@"'.encode()).decode()
+    return f"bash -lc 'eval \"$(echo {encoded} | base64 -d)\"'"
 
 
 _hosts: dict[tuple[str, ...], Ssh] = {}

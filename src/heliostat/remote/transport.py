@@ -14,6 +14,7 @@ from typing import IO, Protocol, TypeVar, runtime_checkable
 
 from heliostat.common.errors import Code, HeliostatError
 from heliostat.common.processes import process_start
+from heliostat.common.shell import wrap_in_shell
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -59,6 +60,10 @@ class Transport(Protocol):
     def run(self, argv: Sequence[str], *, input: bytes = b"", timeout: float) -> Completed: ...
 
     def read(self, path: Path, offset: int = 0, limit: int = 1 << 20) -> bytes: ...
+
+    def attached(self, argv: Sequence[str], *, terminal: bool) -> list[str]:
+        """The command on this host that runs argv there with the caller's streams. terminal: argv gets the caller's terminal."""
+        ...
 
     def forward(self, host: str, port: int) -> tuple[str, int]:
         """The address on this host for connections to `host:port` of that host's network."""
@@ -150,6 +155,9 @@ class Local:
                 return stream.read(limit)
         except OSError:
             return b""
+
+    def attached(self, argv: Sequence[str], *, terminal: bool) -> list[str]:
+        return wrap_in_shell(argv)
 
     def forward(self, host: str, port: int) -> tuple[str, int]:
         return host, port

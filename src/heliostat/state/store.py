@@ -263,6 +263,11 @@ class Store:
         except OSError:
             return []
 
+    def running_names(self) -> list[str]:
+        """The names of the clusters whose head did not report its end. No backend is asked."""
+        folders = [(name, self.find(name)) for name in self.names()]
+        return [name for name, folder in folders if folder and not folder.state().get("ended")]
+
     def find(self, name: str) -> ClusterDirectory | None:
         """The cluster of this name, or None. Raises if another user can change its directory or its record."""
         self.check()

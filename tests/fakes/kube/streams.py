@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import json
+import os
+import pty
+import struct
+import termios
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -236,7 +241,7 @@ async def _send_log(
 
 # --- pods/…/exec
 
-STDIN, STDOUT, STDERR, ERROR, CLOSE = 0, 1, 2, 3, 255
+STDIN, STDOUT, STDERR, ERROR, RESIZE, CLOSE = 0, 1, 2, 3, 4, 255
 
 
 async def execute(world: World, request: web.Request, target: Target) -> web.StreamResponse:
@@ -256,6 +261,9 @@ async def execute(world: World, request: web.Request, target: Target) -> web.Str
         word.replace("/tmp/ray", f"{run.temp or run.folder}/ray") for word in query.getall("command", [])
     ]
     wants_stdin = query.get("stdin") in ("true", "1")
+    if query.get("tty") in ("true", "1"):
+        await _converse_on_terminal(socket, words, run)
+        return socket
     try:
         process = await asyncio.create_subprocess_exec(
             *words,
@@ -301,6 +309,48 @@ async def _converse(socket: web.WebSocketResponse, process: Any, wants_stdin: bo
             process.kill()
     finally:
         reader.cancel()
+
+
+async def _converse_on_terminal(socket: web.WebSocketResponse, words: list[str], run: Any) -> None:
+    """With a terminal, the runtime gives the command a pseudo-terminal; its output is one stream."""
+    master, slave = pty.openpty()
+    process = await asyncio.create_subprocess_exec(
+        *words,
+        env={**run.env, MARK: run.uid},
+        cwd=run.folder,
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )
+    os.close(slave)
+    run.helpers.append(process)
+
+    async def into() -> None:
+        async for message in socket:
+            if message.type == aiohttp.WSMsgType.BINARY and message.data[:1] == bytes([STDIN]):
+                os.write(master, message.data[1:])
+            elif message.type == aiohttp.WSMsgType.BINARY and message.data[:1] == bytes([RESIZE]):
+                size = json.loads(message.data[1:])
+                packed = struct.pack("HHHH", size["Height"], size["Width"], 0, 0)
+                fcntl.ioctl(master, termios.TIOCSWINSZ, packed)
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+
+    reader = asyncio.ensure_future(into())
+    try:
+        while True:
+            try:
+                data = await asyncio.to_thread(os.read, master, 32768)
+            except OSError:  # the last process has closed the terminal
+                break
+            await socket.send_bytes(bytes([STDOUT]) + data)
+        await _finish(socket, await process.wait())
+    finally:
+        reader.cancel()
+        run.helpers.remove(process)
+        os.close(master)
 
 
 async def _not_started(socket: web.WebSocketResponse, program: str) -> None:

@@ -331,10 +331,14 @@ class CloudBackend(Platform):
         return access.connect_node(handle, head)
 
     def execute(self, node: str, handle: Handle, argv: Sequence[str], host: Transport) -> Completed:
-        """Runs the command in the environment of the node's jobs."""
-        script = '. "./$0" && exec "$@"'
         transport = access.connect_node(handle, access.find_node(handle, node))
-        return transport.run(["bash", "-c", script, f"{handle.detail['home']}/env.sh", *argv], timeout=RUN_S)
+        return transport.run(_in_environment(handle, argv), timeout=RUN_S)
+
+    def attached(
+        self, node: str, handle: Handle, argv: Sequence[str], host: Transport, *, terminal: bool
+    ) -> list[str]:
+        transport = access.connect_node(handle, access.find_node(handle, node))
+        return transport.attached(_in_environment(handle, argv), terminal=terminal)
 
     def logs(
         self, handle: Handle, node: str, status: JsonMapping, known: Mapping[str, int], host: Transport
@@ -416,3 +420,8 @@ class CloudBackend(Platform):
             notes += [f"removed: {removed}"] if removed else []
             notes += answer.get("stays") or ()
         return notes
+
+
+def _in_environment(handle: Handle, argv: Sequence[str]) -> list[str]:
+    """The command in the environment of the node's jobs."""
+    return ["bash", "-c", '. "./$0" && exec "$@"', f"{handle.detail['home']}/env.sh", *argv]

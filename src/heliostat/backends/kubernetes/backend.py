@@ -29,8 +29,9 @@ from heliostat.backends.base import (
 from heliostat.backends.kubernetes import api as kube
 from heliostat.backends.kubernetes import states
 from heliostat.backends.kubernetes.checks import QUESTIONS, checks
-from heliostat.backends.kubernetes.logs import read_pod_logs, run_in_pod
+from heliostat.backends.kubernetes.logs import read_pod_logs
 from heliostat.backends.kubernetes.options import Options
+from heliostat.backends.kubernetes.pod_exec import run_in_pod
 from heliostat.backends.kubernetes.watch import Cluster, Object
 from heliostat.common.documents import JsonMapping, JsonObject
 from heliostat.common.errors import Code, DeadlineError, HeliostatError, NotFoundError, Refused, UsageError
@@ -370,12 +371,22 @@ class Kubernetes(Platform):
         return ServiceTransport(self, handle)
 
     def execute(self, node: str, handle: Handle, argv: Sequence[str], host: Transport) -> Completed:
-        status = handle.detail["told"]
+        status = handle.detail["status"]
         namespace = self._cluster(handle).namespace
         done = run_in_pod(
             _api(handle), namespace, str(status["id"]), [*SHELL, *argv], f"ray-{status['role']}"
         )
         return replace(done, argv=tuple(argv))
+
+    def attached(
+        self, node: str, handle: Handle, argv: Sequence[str], host: Transport, *, terminal: bool
+    ) -> list[str]:
+        from heliostat.backends.kubernetes import attach
+
+        status = handle.detail["status"]
+        pod = (self._cluster(handle).namespace, str(status["id"]), f"ray-{status['role']}")
+        api = _api(handle)
+        return attach.command(api.kubeconfig, api.context, pod, [*SHELL, *argv], terminal)
 
     def logs(
         self, handle: Handle, node: str, status: JsonMapping, known: Mapping[str, int], host: Transport
@@ -420,6 +431,9 @@ class ServiceTransport:
 
     def run(self, argv: Sequence[str], *, input: bytes = b"", timeout: float) -> Completed:
         raise UsageError("commands in a pod need `heliostat exec`")
+
+    def attached(self, argv: Sequence[str], *, terminal: bool) -> list[str]:
+        raise UsageError("a shell in a pod needs `heliostat ssh`")
 
     def read(self, path: Path, offset: int = 0, limit: int = 1 << 20) -> bytes:
         return b""

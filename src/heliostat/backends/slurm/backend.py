@@ -297,10 +297,20 @@ class Slurm(batch.Batch):
 
     def execute(self, node: str, handle: Handle, argv: Sequence[str], host: Transport) -> Completed:
         """Runs a step of the node's job on the node."""
-        index = handle.nodes.index(node)
-        step = ["srun", f"--jobid={handle.native_id}", *_cluster_option(_clusters_of([handle])), "--overlap", "--mpi=none", f"--relative={index}",
-                "--nodes=1", "--ntasks=1", "--cpu-bind=none"]  # fmt: skip
-        return host.run([*step, *wrap_in_shell(argv)], timeout=DAY_S)
+        return host.run([*_step(node, handle), *wrap_in_shell(argv)], timeout=DAY_S)
+
+    def attached(
+        self, node: str, handle: Handle, argv: Sequence[str], host: Transport, *, terminal: bool
+    ) -> list[str]:
+        step = [*_step(node, handle), *(["--pty"] if terminal else []), "--quiet", *wrap_in_shell(argv)]
+        return host.attached(step, terminal=terminal)
+
+
+def _step(node: str, handle: Handle) -> list[str]:
+    """The srun command of a step beside the node's Ray."""
+    index = handle.nodes.index(node)
+    return ["srun", f"--jobid={handle.native_id}", *_cluster_option(_clusters_of([handle])), "--overlap", "--mpi=none", f"--relative={index}",
+            "--nodes=1", "--ntasks=1", "--cpu-bind=none"]  # fmt: skip
 
 
 def _clusters_of(handles: Sequence[Handle]) -> str | None:

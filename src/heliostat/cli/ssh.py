@@ -1,0 +1,54 @@
+"""`heliostat ssh`"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import click
+
+from heliostat.cli.help import Command
+from heliostat.cli.names import NODE, cluster_argument
+from heliostat.cli.options import common
+from heliostat.cli.output import Output
+from heliostat.cluster.manager import ClusterManager
+from heliostat.common.errors import UsageError
+
+SHELL = ("sh", "-c", 'exec "${SHELL:-bash}" -l')
+
+
+@click.command(cls=Command, context_settings={"ignore_unknown_options": True})
+@cluster_argument()
+@click.argument("node", type=NODE, required=False)
+@common
+@click.argument("arguments", metavar="[-- COMMAND…]", nargs=-1, type=click.UNPROCESSED)
+@click.pass_obj
+def command(out: Output, /, cluster: str, node: str | None, arguments: tuple[str, ...]) -> int:
+    """Open a shell on a node, by default on the head, or run a command there with your terminal.
+
+    Uses ssh, a step of the Slurm job, or the API server of Kubernetes. On PBS, the site must admit you to the hosts of your
+    jobs over ssh. The exit code is the shell's or the command's."""
+    if out.json:
+        raise UsageError(
+            "`ssh` has no JSON output",
+            hint=f"heliostat exec {cluster} --node {node or 'head'} --json -- COMMAND",
+        )
+    is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    argv = ClusterManager().nodes.attached(cluster, node, arguments or SHELL, terminal=is_terminal)
+    out.flush()
+    return replace_process(argv)
+
+
+def replace_process(argv: Sequence[str]) -> int:
+    """Runs the command instead of this process, so that signals and the exit code are its own."""
+    if sys.platform == "win32":
+        return subprocess.call(list(argv))
+    for number in (signal.SIGPIPE, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not None and (
+            number == signal.SIGPIPE or callable(signal.getsignal(number))
+        ):
+            signal.signal(number, signal.SIG_DFL)
+    os.execvp(argv[0], list(argv))
