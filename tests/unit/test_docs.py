@@ -8,6 +8,7 @@ import json
 import re
 import shlex
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -24,11 +25,20 @@ from heliostat.common.errors import HeliostatError
 from heliostat.config import loader
 from heliostat.config.tables import check_name
 from heliostat.diagnostics import doctor
+from heliostat.state.records import Record
+from heliostat.state.store import Store
 
 KUBERNETES = (ROOT / "docs" / "kubernetes.md").read_text()
 PAGES = pages()
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 SPAN = re.compile(r"(?<!`)`(heliostat [^`]+)`(?!`)")
+
+
+@pytest.fixture(autouse=True)
+def one_cluster(store: Store, make_record: Callable[..., Record], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one cluster runs, a command may leave out its name."""
+    store.create(make_record("lab"), {})
+    monkeypatch.setenv("HELIOSTAT_HOME", str(store.home))
 
 
 def of(*languages: str) -> pytest.MarkDecorator:

@@ -40,9 +40,14 @@ NEWER_THAN_AGENT_PYTHON = {"tomllib", "annotationlib", "compression"}
 AGENT_LINES = 4600
 
 # The only files that may do these.
-MAY_START_PROCESSES = (("common", "processes"), ("remote", "transport"), ("remote", "ssh"))
+MAY_START_PROCESSES = (
+    ("common", "processes"),
+    ("remote", "transport"),
+    ("remote", "ssh"),
+    ("remote", "copying"),
+)
 MAY_QUOTE = (("common", "shell"), ("remote", "transport"))
-MAY_WRITE_STDOUT = (("agent", "__main__"), ("agent", "main"))
+MAY_WRITE_STDOUT = (("agent", "__main__"), ("agent", "main"), ("backends", "kubernetes", "attach"))
 
 
 @dataclass(frozen=True)

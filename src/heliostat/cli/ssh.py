@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
 import sys
-from collections.abc import Sequence
 
 import click
 
@@ -16,6 +12,7 @@ from heliostat.cli.options import common
 from heliostat.cli.output import Output
 from heliostat.cluster.manager import ClusterManager
 from heliostat.common.errors import UsageError
+from heliostat.remote.transport import replace_process
 
 SHELL = ("sh", "-c", 'exec "${SHELL:-bash}" -l')
 
@@ -40,15 +37,3 @@ def command(out: Output, /, cluster: str, node: str | None, arguments: tuple[str
     argv = ClusterManager().nodes.attached(cluster, node, arguments or SHELL, terminal=is_terminal)
     out.flush()
     return replace_process(argv)
-
-
-def replace_process(argv: Sequence[str]) -> int:
-    """Runs the command instead of this process, so that signals and the exit code are its own."""
-    if sys.platform == "win32":
-        return subprocess.call(list(argv))
-    for number in (signal.SIGPIPE, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not None and (
-            number == signal.SIGPIPE or callable(signal.getsignal(number))
-        ):
-            signal.signal(number, signal.SIG_DFL)
-    os.execvp(argv[0], list(argv))

@@ -6,7 +6,9 @@ Every call has a deadline, keeps both output streams, and takes an argv, never a
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -170,6 +172,14 @@ def terminate_running() -> None:
     """Terminates all processes of `Local.run`, so that no thread waits for them after Ctrl-C."""
     for process in list(_running):
         process.terminate()
+
+
+def replace_process(argv: Sequence[str]) -> int:
+    """Runs the command instead of this process, so that signals and the exit code are its own."""
+    if sys.platform == "win32":
+        return subprocess.call(list(argv))
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it, and the command would too
+    os.execvp(argv[0], list(argv))
 
 
 def _feed(stdin: IO[bytes], data: bytes) -> None:
