@@ -16,6 +16,7 @@ from heliostat.common.errors import Code, HeliostatError, UsageError
 from heliostat.common.events import Emit
 from heliostat.common.limits import MAX_WORKERS
 from heliostat.config import loader
+from heliostat.config.files import find_personal_file
 from heliostat.config.spec import ClusterSpec
 from heliostat.remote.ray_client import FINAL
 
@@ -218,7 +219,7 @@ def up(
         spec = loader.load(backends, base=base, environ={}, flags=flags).spec
     else:
         path = Path(file) if file else None
-        spec = loader.load(backends, file=path, flags=flags).spec
+        spec = loader.load(backends, file=path, flags=flags, personal=find_personal_file()).spec
     view = manager.up(spec, wait_timeout_s=wait_timeout)
     return Cluster(view.record.name, manager, owned=not keep)
 

@@ -48,6 +48,11 @@ def nodes_of(name: str, table: JsonMapping) -> int | None:
     return load(name).nodes_of(table) if name in names() else None
 
 
+def shares_files(name: str) -> bool:
+    """Whether the nodes of this backend see the caller's directories under the same paths."""
+    return name in names() and load(name).shares_files
+
+
 def lists_hosts(name: str) -> bool:
     """Whether the nodes of this backend are the spec's `hosts`."""
     return name in names() and load(name).lists_hosts

@@ -10,6 +10,7 @@ from heliostat.cli.help import Command
 from heliostat.cli.names import BACKEND
 from heliostat.cli.options import common
 from heliostat.cli.output import Output
+from heliostat.cli.schema import schema_text
 from heliostat.common.errors import DiskError, UsageError, disk_code
 
 
@@ -25,21 +26,18 @@ def command(out: Output, /, on: str | None, force: bool) -> None:
     from heliostat import backends
     from heliostat.cluster import discovery
     from heliostat.config import loader
+    from heliostat.config.files import FILE, SCHEMA_FILE
     from heliostat.remote.transport import Local
 
-    path = Path.cwd() / loader.FILE
+    path = Path.cwd() / FILE
     if path.exists() and not force:
-        raise UsageError(f"`{loader.FILE}` exists already", details=str(path), hint="heliostat init --force")
+        raise UsageError(f"`{FILE}` exists already", details=str(path), hint="heliostat init --force")
     found = discovery.discover(Local(), Path.home())
     backend = discovery.choose(found, on)
     text = discovery.render_spec_file(found, backend, path.parent.name)
-    try:
-        with open(path, "w" if force else "x") as stream:
-            stream.write(text)
-    except OSError as error:
-        raise DiskError(
-            f"could not write `{path}`", cause=error.strerror or str(error), code=disk_code(error)
-        ) from None
+    # beside the file, so that its editor line is right on every computer
+    _write(path.parent / SCHEMA_FILE, schema_text() + "\n", overwrite=True)
+    _write(path, f"# yaml-language-server: $schema={SCHEMA_FILE}\n{text}", overwrite=force)
     cluster = loader.load(backends, file=path, environ={}).spec.cluster_name
     steps = [
         backends.load(backend).first_step,
@@ -50,6 +48,7 @@ def command(out: Output, /, on: str | None, force: bool) -> None:
         return out.document(
             {
                 "file": str(path),
+                "schema_file": str(path.parent / SCHEMA_FILE),
                 "backend": backend,
                 "name": cluster,
                 "found": {name: detected.description for name, detected in found.items()},
@@ -58,7 +57,17 @@ def command(out: Output, /, on: str | None, force: bool) -> None:
         )
     for name, detected in found.items():
         out.info(f"found {name}: {detected.description}")
-    out.info(f"wrote {loader.FILE} for `{backend}`; check it, then:")
+    out.info(f"wrote {FILE} for `{backend}`; check it, then:")
     for purpose, line in steps:
         out.info(f"  {purpose + ':':<26} {line}")
     out.data(str(path))
+
+
+def _write(path: Path, text: str, *, overwrite: bool) -> None:
+    try:
+        with open(path, "w" if overwrite else "x") as stream:
+            stream.write(text)
+    except OSError as error:
+        raise DiskError(
+            f"could not write `{path}`", cause=error.strerror or str(error), code=disk_code(error)
+        ) from None

@@ -92,7 +92,7 @@ def _is_native(argument: str, remaining: list[str], args: list[str], command: cl
 
 def _find_backend(args: list[str], command: click.Command) -> str:
     """The backend of these arguments: from `--on`, else from the cluster's record, else from the spec file."""
-    from heliostat.config.loader import FILE
+    from heliostat.config.files import find_personal_file, find_spec_file
     from heliostat.state.store import Store
 
     given = {}
@@ -102,15 +102,23 @@ def _find_backend(args: list[str], command: click.Command) -> str:
             given[name[:3]] = value if sign else next(iter(args[i + 1 :]), "")
     if "--o" in given:
         return given["--o"]
-    if any(parameter.name == "cluster" for parameter in command.params):
+    if any(isinstance(one, click.Argument) and one.name == "cluster" for one in command.params):
         folders = (Store().find(argument) for argument in args if not argument.startswith("-"))
         return next((folder.record().backend for folder in folders if folder), "")
-    path = Path(given.get("-f") or given.get("--f") or FILE)
+    named = given.get("-f") or given.get("--f")
+    files = [Path(named) if named else find_spec_file(Path.cwd()), find_personal_file()]
+    if os.environ.get("HELIOSTAT_ON"):
+        return os.environ["HELIOSTAT_ON"]
+    return next(filter(None, (_read_backend(path) for path in files if path)), "")
+
+
+def _read_backend(path: Path) -> str:
+    """The value of `on` in a spec file; "": it has none."""
     try:
         on = re.search(r"^on:\s*[\"']?(\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
     except (OSError, UnicodeDecodeError):
-        on = None
-    return on[1] if on else os.environ.get("HELIOSTAT_ON", "")
+        return ""
+    return on[1] if on else ""
 
 
 def _takes_value(option: click.Parameter) -> bool:

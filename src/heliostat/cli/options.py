@@ -161,6 +161,7 @@ def read_config(values: JsonObject, file: Path | None, *, base: JsonObject | Non
     """The spec from the file, the environment and the options. `base`: a running cluster's spec, instead of the file."""
     from heliostat import backends
     from heliostat.config import loader
+    from heliostat.config.files import find_personal_file
 
     flags = {KEYS[key]: value for key, value in values.items() if key in KEYS and value not in (None, ())}
     if "autoscale.max" in flags:
@@ -179,6 +180,7 @@ def read_config(values: JsonObject, file: Path | None, *, base: JsonObject | Non
             flags={**flags, **extra},
             option_names=option_names,
             search_dir=search_dir,
+            personal=None if base else find_personal_file(),
             base=base,
         )
 

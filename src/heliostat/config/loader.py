@@ -1,4 +1,5 @@
-"""Merges defaults, the file, the environment and options, in this order, into a ClusterSpec with the origin of each value."""
+"""Merges defaults, the personal file, the file, the environment and options, in this order, into a ClusterSpec with the origin
+of each value."""
 
 from __future__ import annotations
 
@@ -19,11 +20,11 @@ from heliostat.common.shell import CONNECTION_VARIABLES
 from heliostat.common.suggestions import nearest
 from heliostat.config import ray_yaml
 from heliostat.config.explain import explain, known_keys, usage, where
+from heliostat.config.files import FILE, find_spec_file
 from heliostat.config.spec import DEFAULT_BACKEND, USES_HOSTS, ClusterSpec
 from heliostat.config.tables import PER_NODE_KEYS
 from heliostat.state.ownership import require_safe_file
 
-FILE = "heliostat.yaml"
 OF_BASE = "the cluster"  # the origin of the values of `base`
 MAX_FILE_BYTES = 256 * 1024
 MAX_VALUES = 20_000  # a small file of YAML aliases to aliases can expand to any size
@@ -58,6 +59,10 @@ class BackendCatalog(Protocol):
         """Whether the nodes of this backend are the spec's `hosts`."""
         ...
 
+    def shares_files(self, name: str) -> bool:
+        """Whether the nodes of this backend see the caller's directories under the same paths."""
+        ...
+
 
 def load(
     catalog: BackendCatalog,
@@ -67,18 +72,22 @@ def load(
     flags: JsonMapping | None = None,
     option_names: Mapping[str, str] | None = None,
     search_dir: Path | None = None,
+    personal: Path | None = None,
     base: JsonMapping | None = None,
 ) -> Config:
     """The spec of a cluster and the origins of its values.
 
     flags: dotted key -> value of an option; None: not given.
-    option_names: dotted key -> its option, if that has another name. file None: `heliostat.yaml` in `search_dir`, if
-    there is one; it is rejected if another user can change it. base: the defaults."""
+    option_names: dotted key -> its option, if that has another name. file None: `heliostat.yaml` in `search_dir` or a parent
+    of it, if there is one. personal: the file with the user's defaults. A file that the user has not named is rejected if
+    another user can change it. base: the defaults."""
     values: JsonObject = copy.deepcopy(dict(base or {}))
     origins: dict[str, str] = dict.fromkeys(values, OF_BASE)
+    if personal is not None:
+        _merge(values, origins, *_read_personal(personal))
     is_named = file is not None
-    if file is None and search_dir is not None and (search_dir / FILE).is_file():
-        file = search_dir / FILE
+    if file is None and search_dir is not None:
+        file = find_spec_file(search_dir)
     if file is not None:
         data = _read_bytes(file, is_named)
         read, where = _parse(file, data)
@@ -86,6 +95,8 @@ def load(
             # read it again, with merge keys and YAML's own numbers
             read = ray_yaml.convert(yaml.safe_load(data), file.name)
             where = dict.fromkeys(read, f"{file.name}, a file of Ray's cluster launcher")
+        if not is_named and search_dir is not None and file.parent != search_dir.absolute():
+            _anchor(read, file.parent, catalog)
         _merge(values, origins, read, where)
     for key, value, origin in _environment(environ, catalog.names()):
         _put(values, origins, key, value, origin)
@@ -222,10 +233,44 @@ def _drop_alias(values: JsonObject, origins: dict[str, str], key: str) -> None:
 
 
 def _merge(values: JsonObject, origins: dict[str, str], more: JsonMapping, where: Mapping[str, str]) -> None:
+    """Adds the values of a file. Tables are merged, except `environment`, which is one choice."""
     for key in more:
         _drop_alias(values, origins, key)
-    values.update(more)
+    for key, value in more.items():
+        before = values.get(key)
+        if isinstance(before, dict) and isinstance(value, dict) and key != "environment":
+            values[key] = {**before, **value}
+            continue
+        values[key] = value
+        for below in [known for known in origins if known.startswith(f"{key}.")]:
+            del origins[below]
     origins.update(where)
+
+
+def _read_personal(file: Path) -> tuple[JsonObject, dict[str, str]]:
+    """The values in the user's own file, and the line of each."""
+    read, where = _parse(file, _read_bytes(file, is_named=False))
+    if "name" in read:
+        raise UsageError(
+            "a personal file cannot set `name`",
+            cause="every cluster would have it",
+            details=f"{file} {where['name'].partition(' ')[2]}",
+            hint="set `name` in heliostat.yaml, or --name",
+        )
+    return read, {key: f"{file} {line.partition(' ')[2]}" for key, line in where.items()}
+
+
+def _anchor(values: JsonObject, folder: Path, catalog: BackendCatalog) -> None:
+    """Makes the paths of a file in a parent directory absolute: they are relative to the file."""
+    environment = values.get("environment")
+    if not isinstance(environment, dict):
+        return
+    on_this_host = ["requirements", "wheels"]
+    if catalog.shares_files(str(values.get("on", DEFAULT_BACKEND))):
+        on_this_host.append("venv")
+    for key in on_this_host:
+        if isinstance(environment.get(key), str):
+            environment[key] = str(folder / os.path.expanduser(environment[key]))
 
 
 def _read_bytes(file: Path, is_named: bool) -> bytes:

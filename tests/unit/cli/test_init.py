@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -229,3 +230,21 @@ EXAMPLES = sorted((Path(__file__).parents[3] / "examples").glob("*.yaml"))
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_an_example_is_accepted(path: Path, tmp_path: Path) -> None:
     assert accepted(path.read_text(), tmp_path).on == {"lab": "ssh"}.get(path.stem, path.stem)
+
+
+def test_the_editor_s_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An editor finds the schema beside the file, and the file fits it."""
+    import jsonschema
+
+    from heliostat.cli import app
+
+    monkeypatch.chdir(tmp_path)
+    assert app.run(["init", "--on", "local"]) == 0
+    text = (tmp_path / "heliostat.yaml").read_text()
+    first = text.splitlines()[0]
+    assert first.startswith("# yaml-language-server: $schema=")
+    schema = json.loads((tmp_path / first.partition("=")[2]).read_text())
+    values = yaml.safe_load(text)
+    values["on"] = values.pop(True)  # PyYAML reads YAML 1.1, editors 1.2
+    jsonschema.validate(values, schema)
+    assert app.run(["init"]) == 2 and (tmp_path / "heliostat.yaml").read_text() == text
