@@ -311,7 +311,7 @@ def test_a_cable_is_cut_while_it_ends(lab: Lab) -> None:
         ({"host": "nowhere.invalid"}, {}, "Could not resolve hostname nowhere.invalid"),
         ({"host": "daemon@n2"}, {}, "This account is currently not available"),
         ({"host": "n2", "port": 2222}, {}, "Connection refused"),
-        ({"host": "n2", "key": "/dev/null"}, {}, "Permission denied"),
+        ({"host": "n2", "key": "~/not-a-key"}, {}, "Permission denied"),
         ({"host": "n2", "environment": {"setup": ["PATH=/nowhere"]}}, {}, "python3: not found"),
         ({"host": "n2", "environment": {"setup": ["export PYTHONPATH=~/old"]}}, {}, "Python 3.6 is too old"),
         ({"host": "n2", "environment": {"venv": "/nowhere"}}, {}, "/nowhere/bin/activate"),
@@ -321,6 +321,7 @@ def test_a_cable_is_cut_while_it_ends(lab: Lab) -> None:
 def test_a_machine_that_cannot_be_used(
     lab: Lab, host: dict[str, Any], more: dict[str, Any], said: str
 ) -> None:
+    ok(lab.run("sh", "-c", "umask 077; echo text > not-a-key"))
     done = lab.heliostat("up", write(lab, hosts=["n1", host], **more), env=fresh(lab))
     assert done.rc == 3 and said in four_lines(done.err)["cause"], done.err
     ok(lab.heliostat("down", "lab"))

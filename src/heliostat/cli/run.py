@@ -68,6 +68,7 @@ def command(
 
     The exit code is the script's."""
     argv = script_command(tuple(command_line()))
+    refuse_input()
     if misplaced := find_misplaced(command_line()):
         out.info(f"`{misplaced}` after the script goes to the script; put it before the script for heliostat")
     manager = ClusterManager(emit=out.emit)
@@ -141,6 +142,32 @@ def find_misplaced(line: list[str]) -> str:
         if (name := argument.partition("=")[0]) in OF_CLUSTERS:
             return name
     return ""
+
+
+def refuse_input() -> None:
+    """Raises UsageError for piped or redirected input: the script runs on another host, with an empty standard input."""
+    if has_input():
+        raise UsageError(
+            "`run` does not pass standard input to the script",
+            cause="the script runs in the cluster, also after this terminal is closed",
+            hint="give the script a file name as an argument; in a loop over a file, add < /dev/null",
+        )
+
+
+def has_input() -> bool:
+    """Whether standard input is a file or a pipe with data to read."""
+    try:
+        status = os.fstat(0)
+        if stat.S_ISREG(status.st_mode):
+            return status.st_size > os.lseek(0, 0, os.SEEK_CUR)
+        if stat.S_ISFIFO(status.st_mode) and sys.platform != "win32":
+            import fcntl
+            import termios
+
+            return any(fcntl.ioctl(0, termios.FIONREAD, bytes(4)))
+    except OSError:
+        pass  # standard input is closed
+    return False
 
 
 def _is_executable(name: str, path: str | None = None) -> bool:

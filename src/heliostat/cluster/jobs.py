@@ -196,6 +196,8 @@ class Jobs:
             )
 
         with pack(folder, excludes, progress=progress("packing")) as package:
+            if left_out := package.describe_left_out():
+                self._emit(Event("note", left_out))
             if not api.has_package(package.name):
                 _check_head_memory(api, folder, package.data_path.stat().st_size)
                 api.upload(package.name, package.data_path, progress("uploading"))

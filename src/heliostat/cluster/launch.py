@@ -125,6 +125,8 @@ class Launcher:
 
             self._emit(Event("note", "copying the current directory to the cluster"))
             with pack(Path.cwd(), ()) as package:
+                if left_out := package.describe_left_out():
+                    self._emit(Event("note", left_out))
                 yield Path(command["package"]), package.data_path.read_bytes(), 0o600
 
 

@@ -14,9 +14,9 @@ import os
 import stat
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, BinaryIO
@@ -40,7 +40,8 @@ _MAX_COUNTED = 100_000  # over the size limit, stop the walk after this many ent
 class Package:
     """A packed directory. As a context manager it removes its temporary file at the end.
 
-    bytes: before compression. skipped: `path (reason)` of entries that were not packed.
+    bytes: before compression. skipped: `path (reason)` of entries that cannot be packed. ignored: the files and directories
+    that the user's patterns exclude, by the file that has the pattern; the default excludes are not in it.
     """
 
     uri: str
@@ -49,6 +50,16 @@ class Package:
     files: int
     bytes: int
     skipped: tuple[str, ...] = ()
+    ignored: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def describe_left_out(self) -> str:
+        """What the package does not have and why, on one line; "": everything is in it."""
+        groups = [(paths, source) for source, paths in self.ignored.items()]
+        parts = [f"{_list_few(paths)} ({source})" for paths, source in groups]
+        if self.skipped:
+            parts.append(_list_few(self.skipped))
+        count = len(self.skipped) + sum(len(paths) for paths, _ in groups)
+        return f"left out of the upload: {count}, {'; '.join(parts)}" if parts else ""
 
     def __enter__(self) -> Package:
         return self
@@ -70,10 +81,12 @@ class _Entry:
 
 @dataclass(frozen=True)
 class _Rules:
-    """The patterns of one ignore file, which apply below `base` (`` or `a/b/`)."""
+    """The patterns of one ignore file, which apply below `base` (`` or `a/b/`). silent: those whose matches are not reported."""
 
     base: str
     spec: GitIgnoreSpec
+    source: str
+    silent: _Rules | None = None
 
     def excludes(self, path: str, is_folder: bool) -> bool:
         name = path[len(self.base) :]
@@ -86,6 +99,14 @@ class _Rules:
             return False
         # `data/` with `!data/keep.csv`: Ray walks the directory and keeps that file.
         return all(pattern.include for pattern in patterns) or self.spec.match_file(name)
+
+
+class _LeftOut(list[str]):
+    """`path (reason)` of entries that cannot be packed; ignored: the entries that patterns exclude, by their source."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ignored: dict[str, list[str]] = {}
 
 
 @dataclass(frozen=True)
@@ -110,7 +131,7 @@ def pack(
     modes and contents give the same uri. A file that grows meanwhile is packed with its size at open; a file that is
     rewritten in place is an error.
     """
-    skipped: list[str] = []
+    skipped = _LeftOut()
     root = os.path.realpath(folder)
     entries = _survey(folder, root, excludes, limit_bytes, skipped)
     handle, name = tempfile.mkstemp(prefix="heliostat-", suffix=".zip", dir=temp_directory())  # 0600
@@ -138,13 +159,13 @@ def pack(
         files=writer.files,
         bytes=writer.done,
         skipped=tuple(sorted(skipped)),
+        ignored={source: tuple(sorted(paths)) for source, paths in sorted(skipped.ignored.items())},
     )
 
 
 def measure(folder: Path, excludes: Sequence[str] = (), limit_bytes: int = 500 * 2**20) -> int:
     """The size that `pack` would pack, in bytes before compression."""
-    skipped: list[str] = []
-    entries = _survey(folder, os.path.realpath(folder), excludes, limit_bytes, skipped)
+    entries = _survey(folder, os.path.realpath(folder), excludes, limit_bytes, _LeftOut())
     return sum(entry.size for entry in entries)
 
 
@@ -156,7 +177,7 @@ def _remove(name: str) -> None:
 # --- entries to pack ----------------------------------------------------------------------------------------
 
 
-def _survey(folder: Path, root: str, excludes: Sequence[str], limit: int, skipped: list[str]) -> list[_Entry]:
+def _survey(folder: Path, root: str, excludes: Sequence[str], limit: int, skipped: _LeftOut) -> list[_Entry]:
     """Every entry to pack, sorted. Raises if they exceed the limit, before anything is written."""
     try:
         status = os.stat(root)
@@ -174,8 +195,10 @@ def _survey(folder: Path, root: str, excludes: Sequence[str], limit: int, skippe
             code=Code.WORKING_DIR_UNREADABLE,
         )
     defaults = os.environ.get("RAY_OVERRIDE_RUNTIME_ENV_DEFAULT_EXCLUDES", _RAY_DEFAULT_EXCLUDES)
-    patterns = [*(pattern.strip() for pattern in defaults.split(",")), *excludes]
-    top = _Folder("", (_rules("", patterns, "excludes"),), frozenset({(status.st_dev, status.st_ino)}))
+    default = [pattern.strip() for pattern in defaults.split(",")]
+    # one list: `excludes` may take back a default by `!venv`
+    rules = (replace(_rules("", [*default, *excludes], "excludes"), silent=_rules("", default, "defaults")),)
+    top = _Folder("", rules, frozenset({(status.st_dev, status.st_ino)}))
     entries: list[_Entry] = []
     total = 0
     for entry in _walk(root, top, skipped):
@@ -188,7 +211,7 @@ def _survey(folder: Path, root: str, excludes: Sequence[str], limit: int, skippe
     return sorted(entries, key=lambda entry: entry.path.encode())
 
 
-def _walk(root: str, top: _Folder, skipped: list[str]) -> Iterator[_Entry]:
+def _walk(root: str, top: _Folder, skipped: _LeftOut) -> Iterator[_Entry]:
     with_gitignore = os.environ.get("RAY_RUNTIME_ENV_IGNORE_GITIGNORE", "0") != "1"
     ignore_files = (".gitignore", ".rayignore") if with_gitignore else (".rayignore",)
     todo = [top]
@@ -227,7 +250,7 @@ def _classify(
     child: os.DirEntry[str],
     here: _Folder,
     rules: tuple[_Rules, ...],
-    skipped: list[str],
+    skipped: _LeftOut,
 ) -> _Entry | _Folder | None:
     """One entry of a directory: a file to pack, a directory to walk, or None."""
     try:
@@ -239,8 +262,11 @@ def _classify(
             raise _unreadable(path, error) from error
         status = None
     is_folder = status is not None and stat.S_ISDIR(status.st_mode)
-    if any(rule.excludes(path, is_folder) for rule in rules):
-        return None
+    for rule in rules:
+        if rule.excludes(path, is_folder):
+            if rule.silent is None or not rule.silent.excludes(path, is_folder):
+                skipped.ignored.setdefault(_shown(rule.source), []).append(_shown(path) + "/" * is_folder)
+            return None
     reason = ""
     if status is None:
         reason = "a link without a target" if child.is_symlink() else "deleted meanwhile"
@@ -296,7 +322,7 @@ def _rules(base: str, lines: Sequence[str], source: str) -> _Rules:
     from pathspec import GitIgnoreSpec
 
     try:
-        return _Rules(base, GitIgnoreSpec.from_lines(lines))
+        return _Rules(base, GitIgnoreSpec.from_lines(lines), source)
     except ValueError as error:  # the base class of pathspec's error
         raise UsageError(
             f"the patterns of `{_shown(source)}` are invalid",
@@ -404,6 +430,11 @@ def _read(file: BinaryIO, size: int, path: str) -> bytes:
 def _shown(path: str) -> str:
     """The path on one line, with control characters escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in path)
+
+
+def _list_few(names: Sequence[str], count: int = 3) -> str:
+    more = len(names) - count
+    return ", ".join(names[:count]) + (f" and {more} more" if more > 0 else "")
 
 
 def _unreadable(path: str, error: OSError) -> HeliostatError:

@@ -215,6 +215,35 @@ def test_ignore_files(tmp_path: Path, files: dict[str, str], kept: list[str]) ->
     assert [name for name in found if not name.endswith("ignore")] == kept
 
 
+def test_what_is_left_out_is_told(tmp_path: Path) -> None:
+    """By the user's patterns, or because it cannot be packed; the defaults (.git, .venv) are known to everybody."""
+    files = {
+        "a.py": "",
+        ".git/x": "",
+        ".venv/x": "",
+        "venv/x": "",
+        "m.pt": "",
+        "sub/n.log": "",
+        "sub/.gitignore": "*.log",
+    }
+    make(tmp_path, {**files, ".gitignore": "/data*\n", "data/x": "", **{f"data{i}": "" for i in range(4)}})
+    (tmp_path / "out").symlink_to("/etc")
+    with pack(tmp_path, ["*.pt"]) as package:
+        assert package.ignored == {
+            ".gitignore": ("data/", "data0", "data1", "data2", "data3"),
+            "excludes": ("m.pt",),
+            "sub/.gitignore": ("sub/n.log",),
+        }
+        assert package.describe_left_out() == (
+            "left out of the upload: 8, data/, data0, data1 and 2 more (.gitignore); m.pt (excludes); "
+            "sub/n.log (sub/.gitignore); out (a link to a target outside the directory)"
+        )
+    with pack(tmp_path / "sub" / "..", ["*"]) as package:
+        assert package.files == 0
+    with pack(tmp_path / ".git") as package:
+        assert package.describe_left_out() == "" and package.files == 1
+
+
 def test_excludes_are_patterns_too(tmp_path: Path) -> None:
     make(tmp_path, {"a.py": "", "data/x": "", "sub/data/x": "", "b.pt": "", "venv/x": ""})
     assert names(tmp_path, ["/data", "*.pt", "!venv"]) == ["a.py", "sub/data/x", "venv/x"]
