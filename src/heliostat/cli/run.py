@@ -150,14 +150,18 @@ def refuse_input() -> None:
         raise UsageError(
             "`run` does not pass standard input to the script",
             cause="the script runs in the cluster, also after this terminal is closed",
-            hint="give the script a file name as an argument; in a loop over a file, add < /dev/null",
+            hint="give the script a file name as an argument",
         )
 
 
 def has_input() -> bool:
-    """Whether standard input is a file or a pipe with data to read."""
+    """Whether standard input is a file or a pipe with data for this command alone.
+
+    In a loop over a file, and in a script that a shell reads from its standard input, the parent has the same one."""
     try:
-        status = os.fstat(0)
+        status, parent = os.fstat(0), os.stat(f"/proc/{os.getppid()}/fd/0")
+        if (status.st_dev, status.st_ino) == (parent.st_dev, parent.st_ino):
+            return False
         if stat.S_ISREG(status.st_mode):
             return status.st_size > os.lseek(0, 0, os.SEEK_CUR)
         if stat.S_ISFIFO(status.st_mode) and sys.platform != "win32":
@@ -166,7 +170,7 @@ def has_input() -> bool:
 
             return any(fcntl.ioctl(0, termios.FIONREAD, bytes(4)))
     except OSError:
-        pass  # standard input is closed
+        pass  # standard input is closed, or the system has no /proc
     return False
 
 

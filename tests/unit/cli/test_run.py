@@ -40,4 +40,17 @@ def test_it_is_refused(tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "heliostat", "run", "script.py"]
     done = subprocess.run(argv, input="data", capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 2 and "does not pass standard input to the script" in done.stderr
-    assert "< /dev/null" in done.stderr
+    assert "a file name as an argument" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "line", ["while read line; do {}; done < some", "bash < script", "bash -s <<'END'\n{}\nEND"]
+)
+def test_the_input_of_the_shell_itself(tmp_path: Path, line: str) -> None:
+    """A loop over a file, and a shell that reads its script: the input is not meant for the command."""
+    ask = f"{sys.executable} -c 'from heliostat.cli.run import has_input; print(has_input())'"
+    (tmp_path / "some").write_text("1\n2\n3\n")
+    (tmp_path / "script").write_text(f"{ask}\n" * 3)
+    text = line.replace("{}", ask if "END" not in line else "\n".join([ask] * 3))
+    done = subprocess.run(["bash", "-c", text], capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert done.stdout.split() == ["False"] * 3
