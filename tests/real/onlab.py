@@ -100,8 +100,10 @@ def kill_whole(lab: Lab, host: str, node: str) -> str:
     agents = [pid for pid in pids if lab.root(host, "ps", "-o", "ppid=", "-p", pid).out.strip() in pids]
     assert agents, pids
     lab.root(host, "kill", "-STOP", *agents)
-    # in one command: the first node removes the directory as soon as it knows of the end
-    left = lab.root(host, "sh", "-c", 'kill -9 "$@"; ls "$0"', temp, *found()).out.split()
+    # The supervisors first: one that sees the end of its agent removes the directory. In one command, because the first node
+    # removes it as soon as it knows of the end.
+    pids = sorted(found(), key=lambda pid: pid in agents)
+    left = lab.root(host, "sh", "-c", 'kill -9 "$@"; ls "$0"', temp, *pids).out.split()
     wait_for("the end of its processes", lambda: not found())
     assert "token" in left
     return temp

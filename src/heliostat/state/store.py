@@ -278,8 +278,6 @@ class Store:
         return ClusterDirectory(path)
 
     def _find_by_native_id(self, native_id: str) -> ClusterDirectory | None:
-        if not any(character.isdecimal() for character in native_id):
-            return None  # spares the reading of all records
         for name in self.names():
             folder = self.find(name)
             with contextlib.suppress(HeliostatError):  # skip a record that cannot be read
