@@ -244,6 +244,8 @@ class Jobs:
         written, silent_since = 0, None  # type: int, float | None
         while True:
             try:
+                if cluster.view.address is None:  # the answer about its nodes may be older: ask again
+                    raise NoResponse(f"`{cluster.name}` has no connection")
                 api = self._connector.ray_api(cluster.view)
                 position = 0
                 for chunk in api.output(job_id, poll=cluster.poll):
