@@ -90,18 +90,18 @@ def _records(ctx: click.Context) -> list[Record]:
     """The record of the cluster on the command line or, without one, of the only cluster."""
     store = open_store()
     given = ctx.params.get("cluster")
-    name = given if isinstance(given, str) else next(iter(store.names()), "")
-    folder = store.find(name)
+    names = [given] if isinstance(given, str) else store.running_names()
+    folder = store.find(names[0]) if len(names) == 1 else None
     return [folder.record()] if folder else []
 
 
 class ClusterArgument(click.Argument):
-    """The cluster of a command. Where it is left out, it is the only cluster; the arguments after it move to their places.
+    """The cluster of a command. Where it is left out, it is the only cluster; the arguments after it are shifted.
 
     ended: without a running cluster, it is the one that ended last."""
 
-    def __init__(self, declarations: list[str], ended: bool = False, **settings: Any) -> None:
-        super().__init__(declarations, type=CLUSTER, required=False, **settings)
+    def __init__(self, declarations: list[str], ended: bool = False) -> None:
+        super().__init__(declarations, type=CLUSTER, required=False)
         self.ended = ended
 
     def handle_parse_result(self, ctx: click.Context, opts: Any, args: list[str]) -> tuple[Any, list[str]]:
@@ -113,7 +113,7 @@ class ClusterArgument(click.Argument):
             value = ctx.params[self.name] = find_only_cluster(ctx, ended=self.ended)
         return value, args
 
-    def _move_arguments(self, ctx: click.Context, values: MutableMapping[str, Any]) -> None:
+    def _move_arguments(self, ctx: click.Context, values: MutableMapping[str, object]) -> None:
         """Gives the value to the next argument if it cannot be a cluster: `scale 4`, `logs train-1`, `exec -- hostname`."""
         parameters = [one for one in ctx.command.params if isinstance(one, click.Argument)]
         following = parameters[parameters.index(self) + 1 :]

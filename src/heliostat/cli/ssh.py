@@ -31,7 +31,7 @@ def command(out: Output, /, cluster: str, node: str | None, arguments: tuple[str
     if out.json:
         raise UsageError(
             "`ssh` has no JSON output",
-            hint=f"heliostat exec {cluster} --node {node or 'head'} --json -- COMMAND",
+            hint=f"heliostat exec {cluster}{f' --node {node}' if node else ''} --json -- COMMAND",
         )
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     argv = ClusterManager().nodes.attached(cluster, node, arguments or SHELL, terminal=is_terminal)

@@ -100,11 +100,11 @@ class Jobs:
 
     def expand_id(self, name: str, prefix: str) -> str:
         """The id of the only job that begins with this prefix; a known id, and an unknown one, unchanged."""
-        view = self._observer.find_or_archived(name)
+        store = self._access.store
+        view = View.read(store.find(name) or store.last_archived(name) or store.open(name))
         ids = view.record.job_ids()
-        if prefix not in ids and view.address is not None:
-            with contextlib.suppress(NoResponse, TokenRejected):
-                ids += [job["id"] for job in self._connector.ray_api(view).jobs()]
+        if prefix not in ids:
+            ids += [job["id"] for job in self._jobs_of_ray(view)]
         return expand_prefix(prefix, list(dict.fromkeys(ids)), "job")
 
     def latest(self, view: View) -> str | None:
@@ -113,12 +113,19 @@ class Jobs:
             job for job in view.record.jobs if "nodes" not in job or job.get("entrypoint")
         ]  # no joins alone
         submitted = {job["id"]: job.get("submitted") or 0.0 for job in jobs}
-        if view.address is not None:
-            with contextlib.suppress(NoResponse, TokenRejected):
-                for job in self._connector.ray_api(view).jobs():
-                    if job["kind"] != "driver":  # Ray keeps no output of a driver
-                        submitted.setdefault(job["id"], job["started"] or 0.0)
+        for job in self._jobs_of_ray(view):
+            if job["kind"] != "driver":  # Ray keeps no output of a driver
+                submitted.setdefault(job["id"], job["started"] or 0.0)
         return max(submitted, key=lambda job: submitted[job], default=RUN if view.record.command else None)
+
+    def _jobs_of_ray(self, view: View) -> Sequence[JobInfo]:
+        """The jobs that Ray knows; none if its head cannot be asked, which the command itself reports."""
+        if view.address is None:
+            return []
+        try:
+            return self._connector.ray_api(view).jobs()
+        except HeliostatError:
+            return []
 
     def submit(
         self,

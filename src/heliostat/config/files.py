@@ -24,9 +24,9 @@ def find_spec_file(start: Path) -> Path | None:
     start = start.absolute()
     if (start / FILE).is_file():
         return start / FILE
-    home = Path.home()
+    home, checked = Path.home(), set[str]()
     for folder in start.parents if start != home else ():
-        if find_unsafe(folder) is not None:
+        if find_unsafe(folder, checked=checked) is not None:
             return None
         if (folder / FILE).is_file():
             return folder / FILE

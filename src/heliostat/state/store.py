@@ -310,15 +310,14 @@ class Store:
 
     def is_known(self, name: str) -> bool:
         """Whether this is a cluster, running or ended, its scheduler's job id, or a prefix of a running cluster's name."""
-        expanded = self.expand_name(name)
-        if self.find(expanded) or self.last_archived(expanded):
-            return True
-        return self._find_by_native_id(name) is not None
+        return self._names_cluster(name) or expand_prefix(name, self.names(), "cluster") != name
 
     def expand_name(self, name: str) -> str:
         """The name of the only running cluster that it is a prefix of; a name of a cluster, and an unknown one, unchanged."""
-        is_name = self.find(name) or self._find_by_native_id(name) or self.last_archived(name)
-        return name if is_name else expand_prefix(name, self.names(), "cluster")
+        return name if self._names_cluster(name) else expand_prefix(name, self.names(), "cluster")
+
+    def _names_cluster(self, name: str) -> bool:
+        return bool(self.find(name) or self._find_by_native_id(name) or self.last_archived(name))
 
     def create(self, record: Record, files: Mapping[str, str | bytes]) -> ClusterDirectory:
         """Creates the directory with its record and files in one step. Raises FileExistsError if the name is taken."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -32,9 +32,10 @@ from heliostat.backends.kubernetes.checks import QUESTIONS, checks
 from heliostat.backends.kubernetes.logs import read_pod_logs
 from heliostat.backends.kubernetes.options import Options
 from heliostat.backends.kubernetes.pod_exec import run_in_pod
+from heliostat.backends.kubernetes.service_transport import ServiceTransport
 from heliostat.backends.kubernetes.watch import Cluster, Object
 from heliostat.common.documents import JsonMapping, JsonObject
-from heliostat.common.errors import Code, DeadlineError, HeliostatError, NotFoundError, Refused, UsageError
+from heliostat.common.errors import Code, DeadlineError, HeliostatError, NotFoundError, Refused
 from heliostat.remote.transport import Completed
 from heliostat.state.states import NodeState
 
@@ -276,7 +277,7 @@ class Kubernetes(Platform):
     def _connect_ray(self, handle: Handle, token: str | None) -> RayApi:
         from heliostat.remote.ray_client import RayApi
 
-        transport = ServiceTransport(self, handle)
+        transport = ServiceTransport(_api(handle), self._cluster(handle), handle.native_id)
         host, port = transport.forward("127.0.0.1", DASHBOARD)
         return RayApi(host, port, token, name=handle.native_id, proxy_error=transport.proxy_error)
 
@@ -368,7 +369,7 @@ class Kubernetes(Platform):
     # -- access
 
     def reach(self, handle: Handle, host: Transport | None) -> Transport:
-        return ServiceTransport(self, handle)
+        return ServiceTransport(_api(handle), self._cluster(handle), handle.native_id)
 
     def execute(self, node: str, handle: Handle, argv: Sequence[str], host: Transport) -> Completed:
         status = handle.detail["status"]
@@ -420,39 +421,6 @@ class Kubernetes(Platform):
 
     def checks(self, spec: ClusterSpec | None, host: Transport) -> list[Check]:
         return list(checks((spec.backend_tables.get(self.name) if spec else None) or {}))
-
-
-@dataclass
-class ServiceTransport:
-    """Transport to the head: forwards ports through the API server's service proxy."""
-
-    backend: Kubernetes
-    handle: Handle
-
-    def run(self, argv: Sequence[str], *, input: bytes = b"", timeout: float) -> Completed:
-        raise UsageError("commands in a pod need `heliostat exec`")
-
-    def attached(self, argv: Sequence[str], *, terminal: bool) -> list[str]:
-        raise UsageError("a shell in a pod needs `heliostat ssh`")
-
-    def read(self, path: Path, offset: int = 0, limit: int = 1 << 20) -> bytes:
-        return b""
-
-    def forward(self, host: str, port: int) -> tuple[str, int]:
-        from heliostat.backends.kubernetes.proxy import forward
-
-        cluster = self.backend._cluster(self.handle)
-        obj, _ = cluster.observe()
-        if obj is None:
-            from heliostat.remote.ray_client import NoResponse
-
-            raise NoResponse(f"`{self.handle.native_id}` does not exist any more")
-        return forward(_api(self.handle), cluster.namespace, cluster.service(obj), port)
-
-    def proxy_error(self, method: str, path: str, status: int, content: bytes) -> HeliostatError | None:
-        from heliostat.backends.kubernetes.proxy import proxy_error
-
-        return proxy_error(_api(self.handle), self.handle.native_id, method, path, status, content)
 
 
 def _api(handle: Handle) -> kube.Api:
