@@ -67,7 +67,8 @@ def run_command(line: str, given: dict[str, str]) -> str:
 def anonymize(text: str, home: Path) -> str:
     """The output with a neutral home directory and cluster id; JSON documents are shortened."""
     text = text.replace(str(ROOT / "src" / "heliostat"), "/home/ann/venv/lib/heliostat")
-    text = text.replace(sys.executable, "/home/ann/venv/bin/python").replace(str(home), "/home/ann")
+    text = text.replace(sys.executable, "/home/ann/venv/bin/python").replace(sys.prefix, "/home/ann/venv")
+    text = text.replace(str(home), "/home/ann")
     text = re.sub(r'\{"schema": 1, ("cluster": "[^"]*").*\}', r'{"schema": 1, \1, …}', text)
     text = re.sub(r"\(the agent, [^)]*\)", "(the agent)", text)
     return re.sub(r"\b[0-9a-f]{16}\b", "732de95f26da2051", text)

@@ -219,7 +219,8 @@ def up(
         spec = loader.load(backends, base=base, environ={}, flags=flags).spec
     else:
         path = Path(file) if file else None
-        spec = loader.load(backends, file=path, flags=flags, personal=find_personal_file()).spec
+        config = loader.load(backends, file=path, flags=flags, personal=find_personal_file())
+        spec = manager.active_environment.apply(config, Path.cwd()).spec
     view = manager.up(spec, wait_timeout_s=wait_timeout)
     return Cluster(view.record.name, manager, owned=not keep)
 

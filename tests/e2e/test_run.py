@@ -7,7 +7,9 @@ import json
 import os
 import re
 import shlex
+import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -170,6 +172,24 @@ def test_a_file_with_groups_an_environment_and_min_nodes(home: Path, tmp_path: P
     assert told["env"] == {"FROM_SETUP": 'a "b"', "FROM_FILE": "a 'b' $c", "VIRTUAL_ENV": sys.prefix}
     row = remembered(home, "groups")
     assert (row["nodes"], row["exit_code"], row["why"]) == (2, 0, "the command ended with code 0")
+
+
+def test_the_active_environment(home: Path, tmp_path: Path) -> None:
+    """As with `uv tool install`: Heliostat is in another environment than the script's packages."""
+    venv = tmp_path / "work" / ".venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
+    ours, theirs = Path(sysconfig.get_paths()["purelib"]), next(venv.glob("lib/python3*/site-packages"))
+    (theirs / "ray").symlink_to(ours / "ray")
+    (theirs / "others.pth").write_text(f"{ours}\n")
+    (tmp_path / "work" / "show.py").write_text(
+        "import sys, ray; ray.init(logging_level='error'); print(sys.prefix, ray.get(ray.remote(lambda: sys.prefix).remote()))"
+    )
+    expected = f"{venv} {venv}\n"
+    done = heliostat("run", "-v", *SMALL, "work/show.py", cwd=tmp_path, VIRTUAL_ENV="")
+    assert done.stdout == expected and f"environment: {venv} (.venv of {tmp_path / 'work'})" in done.stderr
+    (tmp_path / "elsewhere.py").write_text((tmp_path / "work" / "show.py").read_text())
+    done = heliostat("run", *SMALL, "elsewhere.py", cwd=tmp_path, VIRTUAL_ENV=str(venv))
+    assert done.stdout == expected, "the active one"
 
 
 def test_detached(home: Path, tmp_path: Path, spawn_cli) -> None:

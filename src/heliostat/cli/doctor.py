@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import click
@@ -10,6 +11,7 @@ from heliostat.cli.help import Command
 from heliostat.cli.names import BACKEND, CLUSTER
 from heliostat.cli.options import common, read_config
 from heliostat.cli.output import Output
+from heliostat.common.errors import HeliostatError
 from heliostat.diagnostics.doctor import examine
 
 
@@ -24,7 +26,12 @@ def command(out: Output, /, subject: str | None, on: str | None) -> int:
 
     manager = ClusterManager()
     file = Path(subject) if subject and (subject.endswith((".yaml", ".yml")) or "/" in subject) else None
-    spec = None if subject and not file else read_config({"on": on}, file).spec
+    spec = None
+    if file or not subject:
+        config = read_config({"on": on}, file)
+        with contextlib.suppress(HeliostatError):  # without Ray: the checks report it
+            config = manager.active_environment.apply(config, Path.cwd())
+        spec = config.spec
     checks = examine(manager, spec, subject if subject and not file else None)
     exit_code = 1 if any(check.verdict == "fail" for check in checks) else 0
     if out.json:

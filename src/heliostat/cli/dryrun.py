@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
@@ -10,6 +11,7 @@ from pydantic import BaseModel
 from heliostat import backends
 from heliostat.agent.protocol import CommandConfig
 from heliostat.cli.output import Output
+from heliostat.cluster.active_environment import OWN
 from heliostat.cluster.manager import ClusterManager
 from heliostat.cluster.planner import agent_archive
 from heliostat.common.shell import quote
@@ -29,6 +31,11 @@ def show(out: Output, manager: ClusterManager, config: Config, command: CommandC
     if out.verbose:
         for key, value, origin in list_origins(config):
             out.info(f"{key} = {value}  ({origin})")
+    backend, environment = backends.load(config.spec.on), config.spec.environment
+    if backend.starts_ray and backend.shares_files and not environment.container:
+        kind = next((key for key in ("venv", "conda") if getattr(environment, key)), None)
+        path = getattr(environment, kind) if kind else sys.prefix
+        out.info(f"# environment: {path} ({_find_origin(config, f'environment.{kind}') if kind else OWN})")
     if not backends.load(config.spec.on).starts_ray:  # print the platform's objects, as it accepts them
         for file in plan.files:
             out.exact(file.text.rstrip())

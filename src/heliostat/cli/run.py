@@ -97,6 +97,8 @@ def command(
     if generated:
         config = replace(config, origins={**config.origins, "name": "generated"})
     check_command(argv, config.spec)
+    script_dir = Path(argv[1]).parent if argv[0] == "python3" and len(argv) > 1 else Path.cwd()
+    config = manager.active_environment.apply(config, script_dir)
     job: CommandConfig = {"argv": argv, "cwd": os.getcwd(), "text": quote(argv)}
     if dry_run:
         from heliostat.cli.dryrun import show

@@ -24,6 +24,7 @@ from heliostat.state.store import ClusterDirectory, Store
 
 if TYPE_CHECKING:
     from heliostat.backends.base import LaunchRequest, Plan
+    from heliostat.cluster.active_environment import ActiveEnvironment
     from heliostat.cluster.clock import Clock
     from heliostat.cluster.connection import Connector
     from heliostat.cluster.create import Creator
@@ -207,6 +208,12 @@ class ClusterManager:
         from heliostat.cluster.create import Creator
 
         return Creator(self.access, self._emit)
+
+    @cached_property
+    def active_environment(self) -> ActiveEnvironment:
+        from heliostat.cluster.active_environment import ActiveEnvironment
+
+        return ActiveEnvironment(self.access, self._emit)
 
     @cached_property
     def environments(self) -> EnvironmentInstaller:

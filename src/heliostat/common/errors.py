@@ -65,6 +65,7 @@ class Code(str, Enum):
     WORKING_DIR_UNREADABLE = "working_dir.unreadable"
     WORKING_DIR_CHANGED = "working_dir.changed"
     ENVIRONMENT_BROKEN = "environment.broken"
+    ENVIRONMENT_NO_RAY = "environment.no_ray"
     ENVIRONMENT_PACK = "environment.pack"
     TLS_CERTIFICATES = "tls.certificates"
     PROXY_PORT_IN_USE = "proxy.port_in_use"

@@ -73,6 +73,7 @@ class Person:
             text.replace(str(self.home), "HOME")
             .replace(str(self.place), "HERE")
             .replace(sys.executable, "PYTHON")
+            .replace(sys.prefix, "PREFIX")
         )
         text = re.sub(r"run-\d{4}-\d{6}-[0-9a-f]{4}", "run-NAME", text)
         text = re.sub(r"crash-[-\d]+\.txt", "crash-TIME.txt", text)
