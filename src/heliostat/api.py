@@ -220,6 +220,7 @@ def up(
     else:
         path = Path(file) if file else None
         config = loader.load(backends, file=path, flags=flags, personal=find_personal_file())
+        config = manager.declared_environment.apply(config, install=True)
         spec = manager.active_environment.apply(config, Path.cwd()).spec
     view = manager.up(spec, wait_timeout_s=wait_timeout)
     return Cluster(view.record.name, manager, owned=not keep)

@@ -97,8 +97,9 @@ def command(
     if generated:
         config = replace(config, origins={**config.origins, "name": "generated"})
     check_command(argv, config.spec)
-    script_dir = Path(argv[1]).parent if argv[0] == "python3" and len(argv) > 1 else Path.cwd()
-    config = manager.active_environment.apply(config, script_dir)
+    script = Path(argv[1]) if argv[0] == "python3" and len(argv) > 1 else None
+    config = manager.declared_environment.apply(config, script, install=not dry_run)
+    config = manager.active_environment.apply(config, script.parent if script else Path.cwd())
     job: CommandConfig = {"argv": argv, "cwd": os.getcwd(), "text": quote(argv)}
     if dry_run:
         from heliostat.cli.dryrun import show

@@ -29,9 +29,10 @@ def command(out: Output, /, path: Path | None, on: str | None, dry_run: bool) ->
     Checks that all hosts have the same Ray and Python versions."""
     from heliostat.cluster.manager import ClusterManager
 
-    spec = read_config({"on": on}, path).spec
-    installer = ClusterManager(emit=out.emit).environments
-    targets = installer.targets(spec)
+    manager = ClusterManager(emit=out.emit)
+    config = manager.declared_environment.apply(read_config({"on": on}, path), install=not dry_run)
+    installer = manager.environments
+    targets = installer.targets(config.spec)
     if dry_run:
         show(out, targets)
         return 0

@@ -47,6 +47,7 @@ def command(
         refuse_wait_timeout(wait_timeout, "--no-wait", "`up --no-wait` does not wait for nodes")
     config = read_config(values, path or file)
     manager = ClusterManager(emit=out.emit)
+    config = manager.declared_environment.apply(config, install=not dry_run)
     config = manager.active_environment.apply(config, Path.cwd())
     if dry_run:
         from heliostat.cli.dryrun import show

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from heliostat.cluster.clock import Clock
     from heliostat.cluster.connection import Connector
     from heliostat.cluster.create import Creator
+    from heliostat.cluster.declared_environment import DeclaredEnvironment
     from heliostat.cluster.environment import EnvironmentInstaller
     from heliostat.cluster.follow import CommandFollower, Write
     from heliostat.cluster.jobs import Jobs
@@ -214,6 +215,12 @@ class ClusterManager:
         from heliostat.cluster.active_environment import ActiveEnvironment
 
         return ActiveEnvironment(self.access, self._emit)
+
+    @cached_property
+    def declared_environment(self) -> DeclaredEnvironment:
+        from heliostat.cluster.declared_environment import DeclaredEnvironment
+
+        return DeclaredEnvironment(self.access, self.environments, self._emit)
 
     @cached_property
     def environments(self) -> EnvironmentInstaller:

@@ -265,7 +265,7 @@ def _anchor(values: JsonObject, folder: Path, catalog: BackendCatalog) -> None:
     environment = values.get("environment")
     if not isinstance(environment, dict):
         return
-    on_this_host = ["requirements", "wheels"]
+    on_this_host = ["requirements", "wheels", "project"]
     if catalog.shares_files(str(values.get("on", DEFAULT_BACKEND))):
         on_this_host.append("venv")
     for key in on_this_host:

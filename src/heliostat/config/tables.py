@@ -160,6 +160,9 @@ class Environment(Model):
     )
     ray: Text | None = Field(None, description="required Ray version")
     requirements: str | None = Field(None, description="requirements file on this host to install")
+    project: str | None = Field(
+        None, description="directory on this host of a pyproject.toml whose uv.lock is installed exactly"
+    )
     wheels: str | None = Field(
         None,
         description="directory of wheels on this host to install Ray and requirements from, without internet",
@@ -172,6 +175,9 @@ class Environment(Model):
         given = [key for key in ("venv", "conda", "container") if getattr(self, key)]
         if len(given) > 1:
             raise ValueError(f"`{given[0]}` and `{given[1]}` exclude each other: keep one")
+        others = [key for key in ("conda", "container", "requirements", "wheels") if getattr(self, key)]
+        if self.project and others:
+            raise ValueError(f"`project` and `{others[0]}` exclude each other: keep one")
         needs = {"stage": "venv", "binds": "container", "container_options": "container"}
         for key, other in needs.items():
             if getattr(self, key) and not getattr(self, other):
