@@ -26,10 +26,12 @@ from heliostat.cli.options import (
 )
 from heliostat.cli.output import Output
 from heliostat.cluster.manager import ClusterManager
+from heliostat.common.documents import JsonObject
 from heliostat.common.errors import Code, UsageError
 from heliostat.common.shell import quote
 
 if TYPE_CHECKING:
+    from heliostat.config.loader import Config
     from heliostat.config.spec import ClusterSpec
 
 
@@ -90,16 +92,7 @@ def command(
                 code=Code.USAGE_UNKNOWN_OPTION,
             )
         return submit_to(out, manager, cluster, argv, detach, dry_run)
-    generated = (
-        {} if values.get("name") else {"name": f"run-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}"}
-    )
-    config = read_config({**values, **generated}, file)
-    if generated:
-        config = replace(config, origins={**config.origins, "name": "generated"})
-    check_command(argv, config.spec)
-    script = Path(argv[1]) if argv[0] == "python3" and len(argv) > 1 else None
-    config = manager.declared_environment.apply(config, script, install=not dry_run)
-    config = manager.active_environment.apply(config, script.parent if script else Path.cwd())
+    config = resolve_config(manager, values, file, argv, dry_run)
     job: CommandConfig = {"argv": argv, "cwd": os.getcwd(), "text": quote(argv)}
     if dry_run:
         from heliostat.cli.dryrun import show
@@ -115,6 +108,21 @@ def command(
     if out.json:
         out.document({"name": config.spec.cluster_name, "exit_code": code})
     return code
+
+
+def resolve_config(
+    manager: ClusterManager, values: JsonObject, file: Path | None, argv: list[str], dry_run: bool
+) -> Config:
+    """The spec of the command's cluster, with a generated name and the environment of the script. dry_run: installs nothing."""
+    stamp = f"run-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    generated = {} if values.get("name") else {"name": stamp}
+    config = read_config({**values, **generated}, file)
+    if generated:
+        config = replace(config, origins={**config.origins, "name": "generated"})
+    check_command(argv, config.spec)
+    script = Path(argv[1]) if argv[0] == "python3" and len(argv) > 1 else None
+    config = manager.declared_environment.apply(config, script, install=not dry_run)
+    return manager.active_environment.apply(config, script.parent if script else Path.cwd())
 
 
 def script_command(arguments: tuple[str, ...]) -> list[str]:

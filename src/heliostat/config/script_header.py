@@ -7,8 +7,8 @@ import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from heliostat.common.documents import JsonObject
 from heliostat.common.errors import Code, UsageError
 
 # the expression of PEP 723
@@ -70,7 +70,7 @@ def check_python(header: ScriptHeader, path: Path) -> None:
         )
 
 
-def _parse(path: Path, text: str) -> dict[str, Any]:
+def _parse(path: Path, text: str) -> JsonObject:
     toml = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
     try:
         return dict(toml.loads(text))
