@@ -36,7 +36,7 @@ import os, shutil, sys
 import ray
 
 def about():
-    keys = ("APPTAINER_NAME", "APPTAINER_BIND", "HELIOSTAT_NODE", "VIRTUAL_ENV", "GIVEN")
+    keys = ("APPTAINER_NAME", "APPTAINER_BIND", "HELIOSTAT_NODE", "VIRTUAL_ENV", "GIVEN", "FAKE_ENROOT")
     return {"ray": ray.__file__, "python": sys.executable, "program": shutil.which("ray"), "cwd": os.getcwd(),
             **{key: os.environ.get(key) for key in keys}}
 """
@@ -83,6 +83,19 @@ def test_a_cluster_in_a_container(cli: Callable[..., Any], work: Path, image: Pa
     assert found["head"]["HELIOSTAT_NODE"].endswith("-head") and found["w1"]["HELIOSTAT_NODE"].endswith("-w1")
 
 
+def test_a_cluster_in_enroot(cli: Callable[..., Any], work: Path, image: Path) -> None:
+    """Where the image is enroot's, as on sites with Pyxis; nothing of it is left."""
+    squashfs = image.rename(work / "ray.sqsh")
+    file = work / "c.yaml"
+    table = {"container": str(squashfs), "env": {"GIVEN": "a b"}}
+    file.write_text(json.dumps({"nodes": 2, "environment": table}))
+    found = said(cli("run", "-f", str(file), *ASK, "script.py", cwd=work))
+    assert set(found) == {"driver", "head", "w1"}
+    for name, about in found.items():
+        assert about["FAKE_ENROOT"] == "ray" and about["GIVEN"] == "a b", name
+    assert found["driver"]["cwd"] == str(work)
+
+
 def test_an_image_without_ray(cli: Callable[..., Any], work: Path, image: Path) -> None:
     image.write_text("PATH=/usr/bin:/bin\n")
     done = cli("up", "--name", "none", "--container", str(image), *ASK)
@@ -92,7 +105,7 @@ def test_an_image_without_ray(cli: Callable[..., Any], work: Path, image: Path) 
 
 def test_no_apptainer(cli: Callable[..., Any], work: Path, image: Path) -> None:
     done = cli("up", "--name", "none", "--container", str(image), *ASK, env={"PATH": "/usr/bin:/bin"})
-    assert done.rc == 1 and "neither apptainer nor singularity is on this node" in done.err, done.err
+    assert done.rc == 1 and "no apptainer, singularity or enroot is on this node" in done.err, done.err
 
 
 def test_a_cluster_from_a_copy(cli: Callable[..., Any], work: Path, home: Path) -> None:

@@ -16,17 +16,17 @@ import tempfile
 from typing import Dict, List, Optional, Tuple
 
 from . import ownership, probe, processes, tls
-from .protocol import AgentConfig, ContainerConfig, RefusalCause, Refused, StageConfig, Versions
+from .protocol import AgentConfig, RefusalCause, Refused, StageConfig, Versions
 from .setup import UNFINISHED, VERSIONS_PROGRAM
 
-PROGRAMS = ("apptainer", "singularity")  # the second is the first's old name
 QUERY_S = 120.0  # for the first start of Python from a slow disk
-PULL_S = 1800.0  # for an image that is pulled from a registry first
 
 
 def make(config: AgentConfig, temp: str) -> HostRuntime:
     if config.get("container"):
-        return ContainerRuntime(config, temp)
+        from . import container
+
+        return container.make(config, temp)
     return StagedRuntime(config, temp) if config.get("stage") else HostRuntime(config, temp)
 
 
@@ -118,7 +118,7 @@ class StagedRuntime(HostRuntime):
         # an unpredictable name: another user could have created a file with a known name in /tmp
         copy = os.path.join(tempfile.gettempdir(), "hs-%s.tar" % secrets.token_hex(8))
         self.remove_command = [*commands["remove"], copy]
-        code, output = await _run([*commands["copy"], self.stage["archive"], copy])
+        code, output = await run([*commands["copy"], self.stage["archive"], copy])
         if code == 0:
             self.stage["copy"] = copy  # part of the config of the other nodes
             return
@@ -127,7 +127,7 @@ class StagedRuntime(HostRuntime):
 
     async def remove_broadcast(self) -> None:
         if self.remove_command:
-            await _run(self.remove_command, seconds=20)
+            await run(self.remove_command, seconds=20)
             self.remove_command = []
 
     async def prepare(self) -> None:
@@ -151,7 +151,7 @@ class StagedRuntime(HostRuntime):
                 % (os.path.dirname(self.temp), free >> 20, self.stage["venv"], room >> 20),
             )
         os.mkdir(self.home, 0o700)
-        code, output = await _run(["tar", "--no-same-owner", "-xf", archive, "-C", self.home])
+        code, output = await run(["tar", "--no-same-owner", "-xf", archive, "-C", self.home])
         if code:
             raise Refused(RefusalCause.STAGE_FAILED, "could not unpack %s: %s" % (archive, output))
         if archive == copy:
@@ -160,7 +160,7 @@ class StagedRuntime(HostRuntime):
 
     async def versions(self) -> Versions:
         argv = [self.python, "-c", VERSIONS_PROGRAM]
-        return await _query_versions(argv, dict(os.environ), self.description, QUERY_S)
+        return await query_versions(argv, dict(os.environ), self.description, QUERY_S)
 
 
 def relocate(home: str, paths: List[str]) -> None:
@@ -183,74 +183,7 @@ def relocate(home: str, paths: List[str]) -> None:
             os.chmod(entry.path, mode)
 
 
-class ContainerRuntime(HostRuntime):
-    """Apptainer or Singularity. The image has its own PATH, so its Python is `python3`."""
-
-    missing_ray = RefusalCause.RAY_MISSING_IN_IMAGE
-
-    def __init__(self, config: AgentConfig, temp: str) -> None:
-        super().__init__(config, temp)
-        container = config["container"]
-        assert container is not None
-        self.container: ContainerConfig = container
-        self.python = "python3"
-        self.description = "the image %s" % self.container["image"]
-        self.program = ""
-        self.gpus: List[str] = []
-
-    async def prepare(self) -> None:
-        found = [path for path in map(shutil.which, PROGRAMS) if path]
-        if not found:
-            raise Refused(
-                RefusalCause.CONTAINER_PROGRAM_MISSING, "neither apptainer nor singularity is on this node"
-            )
-        self.program = found[0]
-        image = self.container["image"]
-        if "://" not in image and not os.path.exists(image):
-            raise Refused(RefusalCause.IMAGE_MISSING, "there is no image %s on this node" % image)
-        self.gpus = gpu_option()
-
-    async def versions(self) -> Versions:
-        argv = [self.python, "-c", VERSIONS_PROGRAM]
-        argv, env = self.wrap(argv, {**os.environ, **self.client_environment()})
-        seconds = PULL_S if "://" in self.container["image"] else QUERY_S
-        return await _query_versions(argv, env, self.description, seconds)
-
-    def binds(self, cwd: str) -> List[str]:
-        """Paths that the container needs. Ray's workers import from the command's directory, on every node."""
-        command = self.config.get("command")
-        needed = [self.config["folder"], self.temp, command.get("cwd", "") if command else "", cwd]
-        own = [path for path in needed if path not in ("", "/") and os.path.isdir(path)]
-        return list(dict.fromkeys([*own, *self.container["binds"]]))
-
-    def wrap(self, argv: List[str], env: Dict[str, str], cwd: str = "/") -> Tuple[List[str], Dict[str, str]]:
-        wrapped = [self.program, "exec", *self.gpus]
-        for bind in self.binds(cwd):
-            wrapped += ["--bind", bind]
-        wrapped += ["--pwd", cwd, *self.container["options"], self.container["image"], *argv]
-        # with this prefix they are set also with `--cleanenv` or `--containall`
-        prefix = "%sENV_" % os.path.basename(self.program).upper()
-        passed = {k: v for k, v in env.items() if k == processes.MARK or os.environ.get(k) != v}
-        return wrapped, {**env, **{prefix + k: v for k, v in passed.items() if k != "PATH"}}
-
-    def client_environment(self) -> Dict[str, str]:
-        env = super().client_environment()
-        del env["PATH"]  # the host's PATH finds apptainer; the image has its own
-        return env
-
-
-def gpu_option() -> List[str]:
-    """The option for the GPUs of the allocation. Without a vendor's tool, the driver's device file identifies them."""
-    found = probe.gpus()
-    vendors = {gpu["vendor"] for gpu in found["gpus"]}
-    if not found["gpu_count"]:
-        return []
-    if "amd" in vendors or (not vendors and os.path.exists("/dev/kfd")):
-        return ["--rocm"]
-    return ["--nv"] if "nvidia" in vendors or os.path.exists("/dev/nvidiactl") else []
-
-
-async def _run(
+async def run(
     argv: List[str], env: Optional[Dict[str, str]] = None, seconds: Optional[float] = None
 ) -> Tuple[int, str]:
     """(exit code, output). After a timeout the process keeps running; the supervisor ends it."""
@@ -267,8 +200,8 @@ async def _run(
     return int(child.returncode or 0), output.decode("utf-8", "replace").strip()
 
 
-async def _query_versions(argv: List[str], env: Dict[str, str], description: str, seconds: float) -> Versions:
-    code, output = await _run(argv, env, seconds)
+async def query_versions(argv: List[str], env: Dict[str, str], description: str, seconds: float) -> Versions:
+    code, output = await run(argv, env, seconds)
     try:
         answer: Versions = json.loads(output.splitlines()[-1]) if code == 0 else {}
     except (ValueError, IndexError):

@@ -20,7 +20,16 @@ import time
 from typing import Any, Callable, Dict, List, NoReturn, Optional
 
 from . import files, processes
-from .protocol import Answer, ContainerConfig, RefusalCause, Refused, SetupRequest, Versions, cause_of
+from .protocol import (
+    AgentConfig,
+    Answer,
+    ContainerConfig,
+    RefusalCause,
+    Refused,
+    SetupRequest,
+    Versions,
+    cause_of,
+)
 
 UNFINISHED = ".unfinished"
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -96,13 +105,19 @@ def _query_own(wanted: Optional[str]) -> Versions:
 def _query_container(container: ContainerConfig) -> Versions:
     import asyncio
 
-    from . import runtime
+    from . import container as containers
 
-    image = runtime.ContainerRuntime(
-        {"container": container, "folder": "", "auth": "none", "mark": "", "cluster": ""}, ""
-    )
-    asyncio.run(image.prepare())
-    found = asyncio.run(image.versions())
+    with tempfile.TemporaryDirectory() as temp:  # enroot unpacks the image there
+        config: AgentConfig = {
+            "container": container,
+            "folder": "",
+            "auth": "none",
+            "mark": "",
+            "cluster": "",
+        }
+        image = containers.make(config, temp)
+        asyncio.run(image.prepare())
+        found = asyncio.run(image.versions())
     if not found["ray"]:
         raise Refused(RefusalCause.RAY_MISSING_IN_IMAGE, "no Ray in %s" % image.description)
     return found

@@ -113,7 +113,9 @@ def _node_options(function: F, nodes_help: str, hidden: Sequence[str] = ()) -> F
         click.option("--ray-version", help="required Ray version"),
         click.option("--venv", metavar="DIRECTORY", help="virtual environment of the nodes"),
         click.option("--conda", metavar="NAME", help="conda environment of the nodes"),
-        click.option("--container", metavar="IMAGE", help="Apptainer image of the nodes"),
+        click.option(
+            "--container", metavar="IMAGE", help="container image of the nodes, for Apptainer or enroot"
+        ),
         click.option("--interface", metavar="NAME|CIDR", help="network interface of the nodes"),
         click.option("--port-offset", type=int, metavar="N", help="use ports from 20000+N on [free ports]"),
         click.option("--labels", metavar="K=V,…", help="Ray labels of every node"),

@@ -31,7 +31,7 @@ HINTS: dict[str, str] = {
     RefusalCause.ENVIRONMENT_INCOMPLETE: "heliostat setup, with the same file",
     RefusalCause.TEMP_DIRECTORY: "set TMPDIR, by --setup on other hosts, to a directory that only you can change; heliostat doctor",
     RefusalCause.RAY_MISSING_IN_IMAGE: "build the image on docker://rayproject/ray, or install 'ray[default]' in it",
-    RefusalCause.CONTAINER_PROGRAM_MISSING: "load it by --setup, for example 'module load apptainer'",
+    RefusalCause.CONTAINER_PROGRAM_MISSING: "load one by --setup, for example 'module load apptainer'",
     RefusalCause.STAGE_DISK_FULL: "set TMPDIR to a larger disk by --setup, or leave out `environment.stage`",
     RefusalCause.RAY_MISSING: "pip install 'ray[default]==2.60.0' in that environment; `heliostat setup` installs it in an "
     "environment of the file",

@@ -150,13 +150,14 @@ class Environment(Model):
         None, description="`local`: each node uses a copy of the venv on its own disk"
     )
     container: str | None = Field(
-        None, description="Apptainer image that Ray and the jobs run in: a file, or `docker://…`"
+        None,
+        description="image that Ray and the jobs run in: a file of Apptainer (.sif) or enroot (.sqsh), or `docker://…`",
     )
     binds: tuple[str, ...] = Field(
         (), description="directories to mount in the container: `/data`, `/scratch:/scratch:ro`"
     )
     container_options: tuple[str, ...] = Field(
-        (), description="any other options of `apptainer exec`, verbatim"
+        (), description="any other options of `apptainer exec` or `enroot start`, verbatim"
     )
     ray: Text | None = Field(None, description="required Ray version")
     requirements: str | None = Field(None, description="requirements file on this host to install")

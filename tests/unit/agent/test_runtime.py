@@ -13,10 +13,12 @@ from typing import Any
 
 import pytest
 
+from heliostat.agent import container as containers
 from heliostat.agent import probe, runtime
 from heliostat.agent.command import Command
+from heliostat.agent.container import ContainerRuntime, EnrootRuntime, enroot_uri
 from heliostat.agent.protocol import Refused
-from heliostat.agent.runtime import ContainerRuntime, HostRuntime, StagedRuntime
+from heliostat.agent.runtime import HostRuntime, StagedRuntime
 
 FAKES = Path(__file__).parents[2] / "fakes"
 PYTHON = Path(sys.executable).parent
@@ -155,7 +157,87 @@ def test_where_no_tool_counts_the_driver_tells(monkeypatch: pytest.MonkeyPatch) 
     gpus(monkeypatch, count=2)
     for device, option in (("/dev/kfd", ["--rocm"]), ("/dev/nvidiactl", ["--nv"]), ("/dev/null", [])):
         monkeypatch.setattr(os.path, "exists", lambda path, device=device: path == device)
-        assert runtime.gpu_option() == option
+        assert containers.gpu_option() == option
+
+
+# -- enroot
+
+
+def enroot(tmp: Path, monkeypatch: pytest.MonkeyPatch, image: str = "x.sqsh", **more: Any) -> EnrootRuntime:
+    """Prepared, on a host that has enroot and no Apptainer."""
+    programs = tmp / "programs"
+    programs.mkdir(exist_ok=True)
+    if not (programs / "enroot").exists():
+        (programs / "enroot").symlink_to(FAKES / "enroot")
+    monkeypatch.setenv("PATH", f"{programs}:{PYTHON}:/usr/bin:/bin")
+    monkeypatch.setenv("FAKE_REGISTRY", str(tmp / "registry"))
+    (tmp / "registry").mkdir(exist_ok=True)
+    content = f"PATH={PYTHON}:/usr/bin:/bin\nSEEN={sys.prefix}:{sys.base_prefix}\n"
+    (tmp / "x.sqsh").write_text(content)
+    (tmp / "registry" / "nvcr.io+nvidia+ray+1").write_text(content)
+    named = image if "://" in image else str(tmp / image)
+    wanted = {"image": named, "binds": [], "options": [], **more}
+    made = runtime.make(config(tmp, container=wanted), temp(tmp))
+    assert isinstance(made, EnrootRuntime)
+    asyncio.run(made.prepare())
+    return made
+
+
+@pytest.mark.parametrize("image", ["x.sqsh", "docker://nvcr.io/nvidia/ray:1"])
+def test_enroot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, image: str) -> None:
+    """The command runs inside, in its directory, with its variables and mounts; values are not on the command line."""
+    monkeypatch.setenv("OF_USER", "kept")
+    (tmp_path / "data").mkdir()
+    made = enroot(tmp_path, monkeypatch, image, binds=[f"{tmp_path / 'data'}:/data:ro"])
+    show = "import json, os; print(json.dumps([os.getcwd(), dict(os.environ)]))"
+    cwd = str(tmp_path / "cluster")
+    done = run(made, ["python3", "-c", show], {"SECRET": "hidden value"}, cwd)
+    assert done.returncode == 0, done.stderr
+    directory, inside = json.loads(done.stdout)
+    assert directory == cwd and inside["FAKE_ENROOT"] == "ray"
+    assert inside["SECRET"] == "hidden value" and inside["OF_USER"] == "kept"
+    assert inside["RAY_AUTH_TOKEN_PATH"] == temp(tmp_path) + "/token" and inside["HELIOSTAT_NODE"] == "m1"
+    assert set(inside["FAKE_BINDS"].split(",")) == {cwd, temp(tmp_path), "/data"}
+    words, _ = made.wrap(["true"], {"SECRET": "hidden value"})
+    assert "hidden value" not in " ".join(words)
+    assert not (Path(temp(tmp_path)) / "enroot" / "image.sqsh").exists(), "unpacked, and not kept twice"
+    assert run(made, ["sh", "-c", "exit 9"], {}).returncode == 9
+    assert asyncio.run(made.versions())["ray"] == probe.ray_version()
+
+
+def test_enroot_cannot_use_the_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(Refused, match=r"could not pull docker://nowhere/image: .*404"):
+        enroot(tmp_path, monkeypatch, "docker://nowhere/image")
+    with pytest.raises(Refused, match="there is no image"):
+        enroot(tmp_path, monkeypatch, "missing.sqsh")
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    wanted = {"image": str(tmp_path / "x.sqsh"), "binds": [], "options": []}
+    made = runtime.make(config(tmp_path, container=wanted), temp(tmp_path))
+    with pytest.raises(Refused, match="enroot, which this image needs"):
+        asyncio.run(made.prepare())
+
+
+def test_the_gpus_in_enroot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(monkeypatch, "nvidia")
+    words, env = enroot(tmp_path, monkeypatch).wrap(["ray"], {})
+    assert env["NVIDIA_VISIBLE_DEVICES"] == "all" and "NVIDIA_VISIBLE_DEVICES" in words
+
+
+@pytest.mark.parametrize(
+    ("image", "uri"),
+    [
+        ("docker://rayproject/ray:2.60.0", "docker://rayproject/ray:2.60.0"),
+        ("docker://nvcr.io/nvidia/pytorch:25.09-py3", "docker://nvcr.io#nvidia/pytorch:25.09-py3"),
+        ("docker://localhost:5000/ray", "docker://localhost:5000#ray"),
+        ("docker://nvcr.io#nvidia/pytorch", "docker://nvcr.io#nvidia/pytorch"),
+        ("docker://ubuntu", "docker://ubuntu"),
+    ],
+)
+def test_the_registry_of_an_image(image: str, uri: str) -> None:
+    assert enroot_uri(image) == uri
+
+
+# -- versions
 
 
 def test_the_version_is_asked_inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +260,7 @@ def refused(made: HostRuntime) -> str:
 def test_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setenv("PATH", str(tmp_path))
-        assert "neither apptainer nor singularity" in refused(container(tmp_path))
+        assert "no apptainer, singularity or enroot" in refused(container(tmp_path))
     made = container(tmp_path, monkeypatch)
     (tmp_path / "x.sif").unlink()
     assert refused(made) == f"there is no image {tmp_path}/x.sif on this node"
