@@ -3,6 +3,7 @@
 A mark is an HTML comment on the line before a block, or for the whole page near its top:
 
     <!-- run -->                             tests/e2e/test_docs.py runs it on a real cluster
+    <!-- lab: slurm -->                      tests/real/test_readme.py runs it on the Slurm of the lab; `lab: ssh` on its ssh hosts
     <!-- not run: needs Slurm -->            the tests cannot run it; they only parse its command lines
     <!-- not run on this page: … -->         the same, for every block of the page without its own mark
     <!-- not ours: a Role of Kubernetes -->  YAML that is not a heliostat.yaml

@@ -86,7 +86,7 @@ def test_it_is_known_what_becomes_of_every_block(block: Block) -> None:
     if block.language == "json":
         json.loads(block.text)
     if block.language in ("console", "bash", "python"):
-        marks = ("run", "not run: ", "not run on this page: ", "made: ")
+        marks = ("run", "not run: ", "not run on this page: ", "made: ", "lab: ")
         assert block.file or block.mark.startswith(marks), (
             "mark it `run`, or `not run: why`: see docs/pages.py"
         )
