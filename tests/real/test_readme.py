@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+import lean
 from docs.pages import ROOT as PROJECT
 from docs.pages import blocks, files
-from lab import ROOT, USER, Lab, wait_for
+from lab import Lab, wait_for
 from real.onlab import no_clusters, nothing_on_hosts
 
 pytestmark = [pytest.mark.needs_slurm, pytest.mark.needs_ray]
@@ -63,19 +64,20 @@ def test_slurm(slurm: Lab) -> None:
 def hosts(slurm: Lab) -> Iterator[Lab]:
     """The names of the README for the lab's hosts, an environment with Ray, and a program that reports no GPU."""
     names = ("platinum", "gold", "silver")
-    config = "".join(f"Host {name}\n  HostName n{i}\n" for i, name in enumerate(names, 1))
-    bin_dir = Path(sys.executable).parent
+    config = "".join(
+        f"Host {name}\n  HostName n{i}\n  HostKeyAlias n{i}\n" for i, name in enumerate(names, 1)
+    )
     made = f"""
-        mkdir -p ~/.ssh ~/venvs/ray/bin ~/bin && cp ~/.ssh/config ~/.ssh/config.before 2>/dev/null || true
-        printf '%s' {shlex.quote(config)} | cat - ~/.ssh/config.before > ~/.ssh/config 2>/dev/null
+        mkdir -p ~/bin
+        printf '%s' {shlex.quote(config)} >> ~/.ssh/config
         printf '#!/bin/sh\\necho no GPU on $(hostname)\\n' > ~/bin/nvidia-smi && chmod +x ~/bin/nvidia-smi
-        ln -sfn {bin_dir}/python ~/venvs/ray/bin/python && ln -sfn {bin_dir}/python ~/venvs/ray/bin/python3
-        printf 'PATH={bin_dir}:$HOME/bin:$PATH\\n' > ~/venvs/ray/bin/activate
+        mkdir -p ~/venvs/ray/bin && cp -P {lean.prefix()}/bin/python* ~/venvs/ray/bin && cp {lean.prefix()}/pyvenv.cfg ~/venvs/ray
+        ln -sfn {lean.prefix()}/lib ~/venvs/ray/lib
+        printf 'export VIRTUAL_ENV=~/venvs/ray PATH=$HOME/venvs/ray/bin:$PATH\\n' > ~/venvs/ray/bin/activate
         printf 'export PATH=$HOME/bin:$PATH\\n' >> ~/.bash_profile
     """
     done = slurm.run("bash", "-c", made)
     assert done.rc == 0, done.err
-    assert USER and ROOT
     slurm.put("heliostat.yaml", files(README)["heliostat.yaml"])
     yield slurm
     slurm.run("rm", "-f", "heliostat.yaml")
